@@ -1,0 +1,132 @@
+"""`BatchPlan`: the flat list of token rows that one turn computes. There is no other batch type and no phase."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+FROM_DEVICE = -1  # as a row's token: the last token sampled in the row's slot, which may still be on the device
+
+
+class Rows(NamedTuple):
+    """What the step is given, as NumPy arrays. T token rows, of which M are sampled.
+
+    The first `num_decode` rows are decode rows, at most one a slot; then come the prompt chunks, each padded to a
+    multiple of `block_q` rows. Padding rows, and padding among the sampled rows, carry slot B: one past the last.
+    """
+
+    tokens: np.ndarray  # int32 [T]; FROM_DEVICE: take the slot's last token
+    slots: np.ndarray  # int32 [T]
+    positions: np.ndarray  # int32 [T]
+    sample_rows: np.ndarray  # int32 [M]: which rows
+    sample_slots: np.ndarray  # int32 [M]: whose last token each becomes
+    temperatures: np.ndarray  # float32 [M]
+    seeds: np.ndarray  # uint32 [M, 2]: high and low word
+
+
+@dataclass(frozen=True)
+class PlanShapes:
+    """The few shapes that plans may have, so that every program can be compiled before the first request."""
+
+    slots: int
+    decode_rows: tuple[int, ...]  # rising, the last one is `slots`
+    chunk_sizes: tuple[int, ...]  # rising multiples of `block_q`
+    block_q: int
+
+    @classmethod
+    def choose(cls, slots: int, chunk_sizes: Sequence[int], block_q: int) -> "PlanShapes":
+        """Decode rows follow the busy slots in steps of four: rows that are padding cost time."""
+        sizes = sorted(set(chunk_sizes))
+        if not sizes or any(size < block_q or size % block_q for size in sizes):
+            raise ValueError(f"chunk_sizes must be positive multiples of {block_q}, not {tuple(chunk_sizes)}")
+        return cls(slots, (*(rows for rows in (4, 16, 64) if rows < slots), slots), tuple(sizes), block_q)
+
+    def all(self) -> list[tuple[int, int]]:
+        """Every (decode rows, chunk rows) that a plan can have."""
+        return [(decode, chunk) for chunk in (0, *self.chunk_sizes) for decode in self.decode_rows]
+
+    def fit(self, decode: int, chunk: int) -> tuple[int, int]:
+        """The smallest shape with room for so many rows."""
+        sizes = (0, *self.chunk_sizes)
+        return next(n for n in self.decode_rows if n >= decode), next(n for n in sizes if n >= chunk)
+
+    def padded(self, tokens: int) -> int:
+        """Rows that a chunk of so many tokens takes."""
+        return -(-tokens // self.block_q) * self.block_q
+
+    def empty(self, num_decode: int, chunk: int) -> Rows:
+        """Rows of padding alone."""
+        T, M = num_decode + chunk, num_decode + chunk // self.block_q
+        return Rows(
+            tokens=np.zeros(T, np.int32),
+            slots=np.full(T, self.slots, np.int32),
+            positions=np.zeros(T, np.int32),
+            sample_rows=np.zeros(M, np.int32),
+            sample_slots=np.full(M, self.slots, np.int32),
+            temperatures=np.zeros(M, np.float32),
+            seeds=np.zeros((M, 2), np.uint32),
+        )
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one slot. `sampled`: the last one's successor is drawn."""
+
+    slot: int
+    start: int  # position of the first
+    tokens: Sequence[int]  # (FROM_DEVICE,) for a decode row
+    sampled: bool
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One turn. `num_decode` and the length of `rows.tokens` choose the compiled program."""
+
+    num_decode: int
+    rows: Rows
+    live_rows: int  # rows that are not padding
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_decode, len(self.rows.tokens) - self.num_decode
+
+
+def build_plan(
+    shapes: PlanShapes, decode: Sequence[Chunk], prefill: Sequence[Chunk], *, min_decode: int = 0
+) -> tuple[BatchPlan, list[int]]:
+    """Lay decode rows and prompt chunks out flat.
+
+    Returns the plan and, for each sampled chunk in the order (decode, prefill), its index among the M sampled rows.
+    """
+    chunk_rows = sum(shapes.padded(len(chunk.tokens)) for chunk in prefill)
+    num_decode, chunk_size = shapes.fit(max(len(decode), min_decode), chunk_rows)
+    rows = shapes.empty(num_decode, chunk_size)
+    sampled: list[int] = []
+    for row, index, chunk in _places(shapes, num_decode, decode, prefill):
+        count = len(chunk.tokens)
+        at = slice(row, row + count)
+        rows.tokens[at] = chunk.tokens
+        rows.slots[at] = chunk.slot
+        rows.positions[at] = np.arange(chunk.start, chunk.start + count)
+        if chunk.sampled:
+            rows.sample_rows[index] = row + count - 1
+            rows.sample_slots[index] = chunk.slot
+            rows.temperatures[index] = chunk.temperature
+            rows.seeds[index] = divmod(chunk.seed, 2**32)
+            sampled.append(index)
+    live = len(decode) + sum(len(chunk.tokens) for chunk in prefill)
+    return BatchPlan(num_decode, rows, live), sampled
+
+
+def _places(
+    shapes: PlanShapes, num_decode: int, decode: Sequence[Chunk], prefill: Sequence[Chunk]
+) -> Iterable[tuple[int, int, Chunk]]:
+    """(first row, index among the sampled rows, chunk): a block of the prompt part can end one prompt at most."""
+    for row, chunk in enumerate(decode):
+        yield row, row, chunk
+    row = num_decode
+    for index, chunk in enumerate(prefill, start=num_decode):
+        yield row, index, chunk
+        row += shapes.padded(len(chunk.tokens))

@@ -1,0 +1,82 @@
+"""Who gets the next turn: scheduling policies, small classes chosen by name.
+
+A policy sees host state alone and decides; the scheduler carries out. To add one, write a class with `decide` and
+register it in `POLICIES`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from batching.scheduler import SequenceState
+
+
+@dataclass(frozen=True)
+class View:
+    """What a policy may look at before a turn."""
+
+    waiting: Sequence["SequenceState"]  # in order of arrival
+    prefilling: Sequence["SequenceState"]  # have a slot and prompt tokens still to compute, in order of admission
+    decoding: Sequence["SequenceState"]
+    slots: int
+    free: int  # slots that nobody has
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the turn shall do.
+
+    The prompt chunks of `prefill` share the turn's chunk budget in the order given: the first takes what it can, and
+    so on until the budget is used up.
+    """
+
+    admit: Sequence["SequenceState"] = ()  # get a slot now; at most `free` of them
+    prefill: Sequence["SequenceState"] = ()  # may include those just admitted
+    decode: bool = True  # every decoding sequence advances by one token
+    decode_rows: int = 0  # at least so many decode rows are computed, as padding if need be
+
+
+class Policy(Protocol):
+    def decide(self, view: View) -> Decision: ...
+
+
+class Continuous:
+    """Chunked prefill beside decode, first come first served: a slot that is freed is taken in the very next turn.
+
+    Orca (OSDI '22) iteration-level scheduling with the chunked prefill of Sarathi-Serve (arXiv 2403.02310).
+    """
+
+    def decide(self, view: View) -> Decision:
+        admit = view.waiting[: view.free]
+        return Decision(admit=admit, prefill=[*view.prefilling, *admit])
+
+
+class Static:
+    """The control of every experiment: a batch is formed when all slots are free, prefilled, then decoded.
+
+    Until its longest member ends nobody else is admitted, and the rows of members that ended are still computed.
+    Prompts are not padded to the longest, which is kinder to it than most static batching.
+    """
+
+    def __init__(self) -> None:
+        self.batch = 0
+
+    def decide(self, view: View) -> Decision:
+        if view.free == view.slots:
+            admit = view.waiting[: view.free]
+            self.batch = len(admit)
+            return Decision(admit=admit, prefill=admit)
+        if view.prefilling:
+            return Decision(prefill=view.prefilling, decode=False)
+        return Decision(decode_rows=self.batch)
+
+
+POLICIES: dict[str, type[Policy]] = {"continuous": Continuous, "static": Static}
+
+
+def make_policy(name: str) -> Policy:
+    """Raises ValueError for a name that is not registered."""
+    if name not in POLICIES:
+        raise ValueError(f"policy {name!r} is not one of {sorted(POLICIES)}")
+    return POLICIES[name]()

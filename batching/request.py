@@ -1,0 +1,167 @@
+"""What a user asks and what comes back: `SamplingParams`, `Request`, `Output`, `Delta`, and their validation."""
+
+import math
+import operator
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class QueueFull(RuntimeError):
+    """The waiting queue holds `max_queue` requests already; nothing was accepted."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names follow vLLM's.
+
+    Raises ValueError at construction for a value that has no meaning; no value is clipped.
+    """
+
+    max_tokens: int | None = None  # None: until a stop token or a full slot
+    temperature: float = 1.0  # below 1e-5: greedy
+    seed: int | None = None  # None: the engine draws one and reports it
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # ignores the model's own end tokens, not `stop_token_ids`
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and as_int(self.max_tokens, "max_tokens") < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, int | float):
+            raise ValueError(f"temperature must be a number, not {self.temperature!r}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be finite and at least 0, not {self.temperature}")
+        if self.seed is not None and not 0 <= as_int(self.seed, "seed") < 2**64:
+            raise ValueError(f"seed must be in 0 .. 2**64 - 1, not {self.seed}")
+        object.__setattr__(self, "stop_token_ids", as_token_ids(self.stop_token_ids, "stop_token_ids"))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, in exactly one of three forms, and its parameters.
+
+    `messages`: a list of `{"role": ..., "content": ...}`, put through the model's chat template.
+    """
+
+    prompt: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of prompt, prompt_ids and messages, not {given or 'none'}")
+        if self.prompt is not None and not isinstance(self.prompt, str):
+            raise ValueError(f"prompt must be a string, not {type(self.prompt).__name__}")
+        if self.prompt_ids is not None:
+            object.__setattr__(self, "prompt_ids", as_token_ids(self.prompt_ids, "prompt_ids"))
+        if not isinstance(self.id, str) or not self.id:
+            raise ValueError(f"id must be a string that is not empty, not {self.id!r}")
+        if not isinstance(self.params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, not {type(self.params).__name__}")
+
+    @classmethod
+    def from_json(cls, line: Any, defaults: Mapping[str, Any] | None = None) -> "Request":
+        """From one JSON object: the fields of Request, with those of SamplingParams beside them.
+
+        `defaults`: sampling fields for what the object leaves out. Raises ValueError naming a field that is unknown.
+        """
+        if not isinstance(line, dict):
+            raise ValueError(f"a request is a JSON object, not {type(line).__name__}")
+        own = {f.name for f in fields(cls)} - {"params"}
+        sampling = {f.name for f in fields(SamplingParams)}
+        unknown = sorted(set(line) - own - sampling)
+        if unknown:
+            raise ValueError(f"fields that are not supported: {unknown}; supported are {sorted(own | sampling)}")
+        chosen = dict(defaults or {}) | {name: line[name] for name in line if name in sampling}
+        return cls(**{name: line[name] for name in line if name in own}, params=SamplingParams(**chosen))
+
+
+@dataclass
+class Metrics:
+    """When things happened, in seconds on the monotonic clock, and in how many turns the request had rows."""
+
+    arrival: float
+    admission: float | None = None
+    tokens: list[float] = field(default_factory=list)  # of each token, the first included
+    end: float | None = None
+    turns: int = 0
+
+    @property
+    def first_token(self) -> float | None:
+        return self.tokens[0] if self.tokens else None
+
+
+@dataclass(frozen=True)
+class Output:
+    """The end of a request; every accepted request has exactly one."""
+
+    id: str
+    token_ids: list[int]
+    text: str | None  # None where the model has no tokenizer
+    finish_reason: FinishReason
+    stop_reason: int | None = None  # the token id that matched
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seed: int | None = None  # replays the request
+    error: str | None = None
+    metrics: Metrics | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a stream. Joined, the pieces are exactly the Output's text and token ids."""
+
+    id: str
+    token_ids: list[int]
+    text: str | None
+    output: Output | None = None  # with the last piece
+
+
+def as_int(value: Any, name: str) -> int:
+    """An integer of any kind (NumPy's included), never a bool or a float."""
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, not {value!r}") from None
+
+
+def as_token_ids(values: Any, name: str) -> tuple[int, ...]:
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        raise ValueError(f"{name} must be a list of integers, not {values!r}")
+    return tuple(as_int(value, f"each of {name}") for value in values)
+
+
+def as_requests(
+    prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
+) -> list[Request]:
+    """Texts, lists of token ids and Requests as Requests; `params` for the first two, one for all or one each."""
+    if isinstance(prompts, str | Request):
+        raise ValueError(f"give a list of prompts, not one {type(prompts).__name__}")
+    prompts = list(prompts)
+    each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(each)} params")
+    requests = []
+    for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        try:
+            if isinstance(prompt, Request):
+                if own is not None:
+                    raise ValueError("a Request brings its own params")
+                requests.append(prompt)
+            elif isinstance(prompt, str):
+                requests.append(Request(prompt=prompt, params=own or SamplingParams()))
+            else:
+                requests.append(Request(prompt_ids=prompt, params=own or SamplingParams()))
+        except ValueError as error:
+            raise ValueError(f"request {index}: {error}") from None
+    return requests
