@@ -1,0 +1,1 @@
+"""The transformer, its cache, its sampling, and what it reads and writes."""

@@ -1,0 +1,200 @@
+"""The parts of a layer: norms, linear maps, attention projections, MLP, mixture of experts.
+
+Activations are `[T, ...]`: flat token rows. Every row is computed on its own, so no row depends on its neighbours.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from model.config import LayerConfig, ModelConfig
+from model.kv_cache import LayerCache
+from model.rope import apply_rope
+from pallas_kernels.attention import slot_attention
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+}
+
+
+def matmul(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:
+    """`x @ weight.T`, the one place that decides how a dense layer multiplies.
+
+    Weights lie as `[out, in]`, as in the checkpoints. On a CPU few rows are multiplied transposed, `weight @ x.T`:
+    XLA's product is 1.4 to 1.8 times faster that way up to some 64 rows, equal there, and slower above.
+    """
+    if jax.default_backend() == "cpu" and x.shape[0] <= 64:
+        return lax.dot_general(weight, x, (((1,), (1,)), ((), ()))).T
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias`."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, dtype, rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param(init_normal(rngs, (outputs, inputs), dtype))
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        out = matmul(x, self.weight[...])
+        return out if self.bias is None else out + self.bias[...][None, :]
+
+
+class RMSNorm(nnx.Module):
+    """Zhang and Sennrich (arXiv 1910.07467), in float32. `offset + weight` multiplies (Gemma: offset 1)."""
+
+    def __init__(self, width: int, *, eps: float, offset: float, dtype) -> None:
+        self.weight = nnx.Param(jnp.full((width,), 1.0 - offset, dtype))
+        self.eps, self.offset = eps, offset
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        wide = x.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        weight = self.offset + self.weight[...].astype(jnp.float32)
+        return (wide * scale * jnp.expand_dims(weight, range(x.ndim - 1))).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Fused QKV projection, optional QK norm, RoPE, cache write, slot attention, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs) -> None:
+        self.config, self.layer = config, layer
+        heads = config.num_heads * config.head_dim
+        kv_heads = config.num_kv_heads * config.head_dim
+        self.qkv = Linear(config.width, heads + 2 * kv_heads, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o = Linear(heads, config.width, bias=config.o_bias, dtype=dtype, rngs=rngs)
+        sizes = {"head": (config.head_dim, config.head_dim), "full": (heads, kv_heads)}.get(config.qk_norm or "")
+        self.q_norm = make_norm(config, dtype, sizes[0]) if sizes else None
+        self.k_norm = make_norm(config, dtype, sizes[1]) if sizes else None
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        cache: LayerCache,
+        slots: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        *,
+        num_decode: int,
+        implementation: str | None,
+    ) -> tuple[Float[Array, "T D"], LayerCache]:
+        config, H = self.config, self.config.head_dim
+        T = x.shape[0]
+        qkv = self.qkv(x)
+        q, k, v = jnp.split(qkv, [config.num_heads * H, (config.num_heads + config.num_kv_heads) * H], axis=-1)
+        if config.qk_norm == "full":
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
+        q, k, v = (part.reshape(T, -1, H) for part in (q, k, v))
+        if config.qk_norm == "head":
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
+        if self.layer.rope is not None:
+            q, k = apply_rope(q, positions, self.layer.rope), apply_rope(k, positions, self.layer.rope)
+        cache = cache.write(k, v, slots, positions)
+        out = slot_attention(
+            q,
+            cache,
+            slots,
+            positions,
+            num_decode=num_decode,
+            window=self.layer.window,
+            soft_cap=config.attention_soft_cap,
+            scale=config.attention_scale,
+            implementation=implementation,
+        )
+        return self.o(out.reshape(T, -1)), cache
+
+
+class MLP(nnx.Module):
+    """Gated MLP (arXiv 2002.05202): `down(activation(gate) * up)`, gate and up fused."""
+
+    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs) -> None:
+        bias = config.mlp_bias
+        self.activation = config.activation
+        self.gate_up = Linear(config.width, 2 * config.mlp_width, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(config.mlp_width, config.width, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(ACTIVATIONS[self.activation](gate) * up)
+
+
+class ExpertWeights(nnx.Module):
+    """One matrix an expert, stacked."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param(init_normal(rngs, (experts, outputs, inputs), dtype))
+
+
+class MixtureOfExperts(nnx.Module):
+    """Token-choice top-k routing as in Mixtral (arXiv 2401.04088); only the chosen experts are computed."""
+
+    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs) -> None:
+        E, D, F = config.num_experts, config.width, config.moe_intermediate_size
+        self.config = config
+        self.router = Linear(D, E, dtype=dtype, rngs=rngs)
+        self.gate_up = ExpertWeights(E, D, 2 * F, dtype=dtype, rngs=rngs)
+        self.down = ExpertWeights(E, F, D, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        T, D = x.shape
+        k = self.config.experts_per_token
+        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        weights, experts = lax.top_k(probabilities, k)
+        if self.config.norm_topk:
+            weights = weights / weights.sum(-1, keepdims=True)
+        out = self._experts(jnp.repeat(x, k, axis=0), experts.reshape(-1)).reshape(T, k, D)
+        return (out * weights[:, :, None].astype(x.dtype)).sum(1)
+
+    def _experts(self, x: Float[Array, "R D"], experts: Int[Array, " R"]) -> Float[Array, "R D"]:
+        """Row r through expert `experts[r]`: rows sorted by expert, one grouped product a matrix."""
+        order = jnp.argsort(experts, stable=True)
+        counts = jnp.bincount(experts, length=self.config.num_experts)
+        product = _grouped_matmul_blocks if jax.default_backend() == "cpu" else _grouped_matmul_ragged
+        gate, up = jnp.split(product(x[order], self.gate_up.weight[...], counts), 2, axis=-1)
+        out = product(ACTIVATIONS[self.config.activation](gate) * up, self.down.weight[...], counts)
+        return out[jnp.argsort(order)]
+
+
+def _grouped_matmul_ragged(x: Float[Array, "R I"], weights: Float[Array, "E O I"], counts: Int[Array, " E"]):
+    """Rows in order of expert, `counts` of them each, by XLA's ragged product."""
+    return lax.ragged_dot(x, weights.swapaxes(1, 2), counts)
+
+
+def _grouped_matmul_blocks(x: Float[Array, "R I"], weights: Float[Array, "E O I"], counts: Int[Array, " E"]):
+    """The same by blocks of rows: on a CPU XLA's ragged product multiplies every row with every expert.
+
+    A block of rows belongs to one expert, whose weights are read once for it; the last block of an expert is
+    computed in full and the rows past its end are overwritten by the next expert's.
+    """
+    R, inputs = x.shape
+    outputs, block = weights.shape[1], 16
+    ends = jnp.cumsum(counts)
+    padded = jnp.pad(x, ((0, block), (0, 0)))
+
+    def one_block(state):
+        row, out = state
+        expert = jnp.searchsorted(ends, row, side="right")
+        rows = lax.dynamic_slice(padded, (row, 0), (block, inputs))
+        weight = lax.dynamic_slice(weights, (expert, 0, 0), (1, outputs, inputs))[0]
+        out = lax.dynamic_update_slice(out, matmul(rows, weight), (row, 0))
+        return jnp.minimum(row + block, ends[expert]), out
+
+    start = (jnp.zeros((), ends.dtype), jnp.zeros((R + block, outputs), x.dtype))
+    return lax.while_loop(lambda state: state[0] < R, one_block, start)[1][:R]
+
+
+def make_norm(config: ModelConfig, dtype, width: int | None = None) -> RMSNorm:
+    return RMSNorm(width or config.width, eps=config.norm_eps, offset=config.norm_offset, dtype=dtype)
+
+
+def normed(norm: RMSNorm | None, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    """`x`, normalised where the model has a norm at this place."""
+    return x if norm is None else norm(x)
+
+
+def init_normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> Array:
+    """Normal with deviation `inputs ** -0.5`, so that activations keep their size."""
+    return jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)

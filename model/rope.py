@@ -1,0 +1,105 @@
+"""Rotary position embedding (RoPE) and the scalings that checkpoints use.
+
+Su et al., "RoFormer" (arXiv 2104.09864), equation 34, in the half-split form of HF transformers: component `i` turns
+with component `i + H/2`. Scalings: linear (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3's bands.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Resolved frequencies, so that no layer asks which scaling made them.
+
+    `frequencies`: radians per position, H/2 of them. `scale` multiplies cos and sin (YaRN's attention factor).
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+
+
+def apply_rope(x: Float[Array, "T heads H"], positions: Int[Array, " T"], rope: Rope) -> Float[Array, "T heads H"]:
+    """Rotate each row by its position. Angles and the rotation are float32 whatever `x` is; the result is `x.dtype`."""
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.frequencies, jnp.float32)[None, :]
+    cos = (jnp.cos(angles) * rope.scale)[:, None, :]
+    sin = (jnp.sin(angles) * rope.scale)[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def resolve_rope(parameters: dict[str, Any], head_dim: int, max_positions: int) -> Rope:
+    """From HF's `rope_parameters` of one layer type: `rope_theta`, `rope_type`, and that type's own fields.
+
+    `freq_factors` (a GGUF's `rope_freqs` tensor) divide the frequencies of the default type.
+    Raises ValueError for a type or a field that is not covered.
+    """
+    fields = {name: value for name, value in parameters.items() if value is not None}
+    theta = float(fields.pop("rope_theta"))
+    kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
+    fields.pop("type", None)
+    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported, only 1.0")
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope_type {kind!r} is not supported; supported are {sorted(_SCALINGS)}")
+    if head_dim % 2:
+        raise ValueError(f"RoPE needs an even head_dim, not {head_dim}")
+    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    try:
+        frequencies, scale = _SCALINGS[kind](frequencies, fields, theta, head_dim, max_positions)
+    except KeyError as error:
+        raise ValueError(f"rope_type {kind!r} needs the field {error.args[0]!r}") from None
+    if fields:
+        raise ValueError(f"rope_type {kind!r} has fields that are not supported: {sorted(fields)}")
+    return Rope(tuple(frequencies.tolist()), scale)
+
+
+def _default(frequencies, fields, theta, head_dim, max_positions):
+    factors = np.asarray(fields.pop("freq_factors", 1.0), np.float64)
+    if factors.shape not in ((), frequencies.shape):
+        raise ValueError(f"freq_factors has {factors.size} values, head_dim {head_dim} needs {frequencies.size}")
+    return frequencies / factors, 1.0
+
+
+def _linear(frequencies, fields, theta, head_dim, max_positions):
+    fields.pop("original_max_position_embeddings", None)  # informative: the formula does not use it
+    return frequencies / float(fields.pop("factor")), 1.0
+
+
+def _llama3(frequencies, fields, theta, head_dim, max_positions):
+    factor, low, high = (float(fields.pop(name)) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = float(fields.pop("original_max_position_embeddings"))
+    turns = original * frequencies / (2 * math.pi)  # full turns within the original context
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 - smooth) * frequencies / factor + smooth * frequencies, 1.0
+
+
+def _yarn(frequencies, fields, theta, head_dim, max_positions):
+    original = fields.pop("original_max_position_embeddings", max_positions)
+    factor = fields.pop("factor", None) or max_positions / original
+    fast, slow = fields.pop("beta_fast", None) or 32, fields.pop("beta_slow", None) or 1
+    mscale, mscale_all = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
+
+    def attention(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    scale = attention(mscale) / attention(mscale_all) if mscale and mscale_all else attention(1.0)
+    scale = float(fields.pop("attention_factor", scale))
+
+    def dimension(turns: float) -> float:  # the component that makes `turns` turns within the original context
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(fast), dimension(slow)
+    if fields.pop("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+    return frequencies / factor * ramp + frequencies * (1 - ramp), scale
+
+
+_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,91 @@
+"""The transformer: flat token rows and a cache in, hidden states and the cache out."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from model.config import LayerConfig, ModelConfig
+from model.kv_cache import KVCache, LayerCache
+from model.layers import MLP, Attention, Linear, MixtureOfExperts, init_normal, make_norm, matmul, normed
+
+
+class Embedding(nnx.Module):
+    def __init__(self, rows: int, width: int, *, dtype, rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param(init_normal(rngs, (rows, width), dtype))
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each on the residual stream, normalised before, after, or both."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs) -> None:
+        self.input_norm = make_norm(config, dtype) if config.pre_norm else None
+        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.post_attention_norm = make_norm(config, dtype) if config.post_norm else None
+        self.mlp_norm = make_norm(config, dtype) if config.pre_norm else None
+        self.mlp = (MixtureOfExperts if layer.moe else MLP)(config, dtype=dtype, rngs=rngs)
+        self.post_mlp_norm = make_norm(config, dtype) if config.post_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        cache: LayerCache,
+        slots,
+        positions,
+        *,
+        num_decode: int,
+        implementation: str | None,
+    ) -> tuple[Float[Array, "T D"], LayerCache]:
+        inner = normed(self.input_norm, x)
+        inner, cache = self.attention(
+            inner, cache, slots, positions, num_decode=num_decode, implementation=implementation
+        )
+        x = x + normed(self.post_attention_norm, inner)
+        inner = self.mlp(normed(self.mlp_norm, x))
+        return x + normed(self.post_mlp_norm, inner), cache
+
+
+class Transformer(nnx.Module):
+    """A decoder-only transformer over a fixed-slot cache. All families of `ModelConfig` are this one class."""
+
+    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.width, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(config, layer, dtype=dtype, rngs=rngs) for layer in config.layers])
+        self.final_norm = make_norm(config, dtype)
+        self.head = None if config.tie_embeddings else Linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, " T"],
+        slots: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        cache: KVCache,
+        *,
+        num_decode: int,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        """Row t writes its key and value at cache row `(slots[t], positions[t])` and attends to rows up to it.
+
+        `num_decode`, `implementation` and the meaning of slot B: see `slot_attention`. The layers run unrolled.
+        """
+        with jax.named_scope("embed"):
+            x = self.embed.weight[...][tokens]
+            if self.config.embedding_scale != 1.0:
+                x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        layer_caches = []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x, layer_cache = layer(
+                    x, cache[index], slots, positions, num_decode=num_decode, implementation=implementation
+                )
+                layer_caches.append(layer_cache)
+        return x, tuple(layer_caches)
+
+    def unembed(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Logits in float32, for the rows that are sampled only: the head is a large part of a small model."""
+        with jax.named_scope("unembed"):
+            weight = (self.head or self.embed).weight[...]
+            logits = matmul(self.final_norm(hidden), weight).astype(jnp.float32)
+            cap = self.config.final_soft_cap
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
