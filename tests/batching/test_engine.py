@@ -1,0 +1,293 @@
+"""The engine on tiny models: tokens depend on the request alone, nothing compiles or copies after warm-up."""
+
+import dataclasses
+import random
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from batching import Engine, EngineConfig, QueueFull, Request, SamplingParams
+from model.checkpoint import load
+
+DATA = Path(__file__).parents[1] / "data"
+S = 96
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load(DATA / "llama_tied_gqa4")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """Serves one request by itself."""
+    engine = Engine(tiny.model, EngineConfig(slots=1, max_len=S, chunk_sizes=(16,)))
+    return lambda request: engine.generate([request])[0].token_ids
+
+
+def poison(engine, slots):
+    """Fill these slots' rows with NaN."""
+    at = np.asarray(slots, np.int32)
+    cache = jax.tree.map(lambda leaf: leaf.at[at].set(jnp.nan), engine._state.cache)
+    engine._state = dataclasses.replace(engine._state, cache=cache)
+
+
+def run_poisoned(engine, requests):
+    """Serve, with every slot that is free before a turn full of NaN."""
+    for request in requests:
+        engine.submit(request)
+    outputs = {}
+    while engine.unfinished:
+        poison(engine, engine.scheduler.free)
+        outputs |= {output.id: output for output in engine.step()}
+    return outputs
+
+
+def prompt_of(length, seed):
+    return np.random.default_rng(seed).integers(3, 320, length).tolist()
+
+
+def requests_of_many_lengths(temperature=0.0):
+    lengths = [1, 15, 16, 17, 31, 32, 33, S - 1, S] + [1 + 89 * i // 22 for i in range(23)]
+    return [
+        Request(
+            prompt_ids=prompt_of(length, seed),
+            params=SamplingParams(
+                max_tokens=min(1 + 7 * seed % 20, S - length + 1), temperature=temperature, seed=seed
+            ),
+            id=f"{seed}",
+        )
+        for seed, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_tokens_do_not_depend_on_the_schedule(tiny, alone, slots, chunk, temperature):
+    """32 requests of lengths 1 to S, shuffled, freed slots full of NaN: the same tokens as each alone."""
+    requests = requests_of_many_lengths(temperature)
+    assert len(requests) == 32
+    expected = {request.id: alone(request) for request in requests}
+    random.Random(slots * chunk).shuffle(requests)
+    engine = Engine(tiny.model, EngineConfig(slots=slots, max_len=S, chunk_sizes=(chunk,)))
+    outputs = run_poisoned(engine, requests)
+    assert {name: output.token_ids for name, output in outputs.items()} == expected
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mixtral_moe", "olmo2_postnorm"])
+def test_other_families_beside_each_other(name):
+    """Windows, experts and post norms under a schedule too."""
+    model = load(DATA / name).model
+    requests = requests_of_many_lengths()[::4]
+    by_slots = [
+        run_poisoned(Engine(model, EngineConfig(slots=slots, max_len=S, chunk_sizes=(chunk,))), requests)
+        for slots, chunk in ((1, 16), (4, 64))
+    ]
+    first, second = ({key: output.token_ids for key, output in outputs.items()} for outputs in by_slots)
+    assert first == second
+
+
+def test_static_policy_gives_the_same_tokens(tiny, alone):
+    requests = requests_of_many_lengths()
+    engine = Engine(tiny.model, EngineConfig(slots=8, max_len=S, chunk_sizes=(64,), policy="static"))
+    for output, request in zip(engine.generate(requests), requests, strict=True):
+        assert output.token_ids == alone(request)
+    static = engine.stats.turns, engine.stats.busy_share
+    engine = Engine(tiny.model, EngineConfig(slots=8, max_len=S, chunk_sizes=(64,)))
+    engine.generate(requests)
+    assert engine.stats.turns < static[0]
+    assert engine.stats.busy_share > static[1]
+
+
+def test_nothing_compiles_after_warm_up(tiny):
+    engine = Engine(tiny.model, EngineConfig(slots=5, max_len=S, chunk_sizes=(16, 64)))
+    assert sorted(engine.programs) == [(4, 0), (4, 16), (4, 64), (5, 0), (5, 16), (5, 64)]
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if "compile" in event or "trace" in event or "lower" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x + 17)(np.float32(1))
+        assert compiled, "JAX's compile events have other names now"
+        compiled.clear()
+        outputs = engine.generate(
+            [prompt_of(length, length) for length in range(1, S + 1)], SamplingParams(max_tokens=1, temperature=0.5)
+        )
+        engine.generate([[1]], SamplingParams(temperature=0))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert [output.completion_tokens for output in outputs] == [1] * S
+    assert compiled == []
+
+
+@pytest.mark.parametrize("name", ["llama_tied_gqa4", "mistral_window", "mixtral_moe"])
+def test_no_step_copies_the_cache(name):
+    """By the compiler's own account: the cache is aliased, and temporaries are smaller than one layer's keys."""
+    model = load(DATA / name).model
+    engine = Engine(model, EngineConfig(slots=64, max_len=2048, chunk_sizes=(16,)))
+    cache = jax.tree.leaves(engine._state.cache)
+    for shape, program in engine.programs.items():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= engine.cache_bytes, shape
+        assert memory.temp_size_in_bytes < cache[0].nbytes, shape
+        text = re.escape("f32[" + ",".join(map(str, cache[0].shape)) + "]")
+        assert not re.search(rf"= {text}\S* copy\(", program.as_text()), shape
+
+
+def test_non_finite_logits_end_that_request_alone(alone):
+    """A token whose embedding is NaN: its request ends with an error, its slot is safe to use again."""
+    broken = load(DATA / "llama_untied")
+    good = [
+        Request(prompt_ids=prompt_of(20, seed), params=SamplingParams(max_tokens=8, temperature=0)) for seed in (1, 2)
+    ]
+    expected = [output.token_ids for output in Engine(broken.model, EngineConfig(slots=2, max_len=S)).generate(good)]
+    weight = broken.model.embed.weight
+    weight[...] = weight[...].at[2].set(jnp.nan)  # the prompts hold ids from 3 up, and greedy never chose it
+    assert not any(2 in ids for ids in expected)
+    engine = Engine(broken.model, EngineConfig(slots=2, max_len=S))
+    bad = Request(prompt_ids=[5, 2, 6], params=SamplingParams(max_tokens=8))
+    outputs = engine.generate([bad, good[0], good[1]])
+    assert outputs[0].finish_reason == "error"
+    assert outputs[0].error == "the logits after 3 tokens are not finite"
+    assert [output.token_ids for output in outputs[1:]] == expected
+
+
+def test_seeds(tiny):
+    engine = Engine(tiny.model, EngineConfig(slots=4, max_len=S))
+    drawn = engine.generate([[5, 6]] * 3, SamplingParams(max_tokens=12, temperature=1.5))
+    assert len({tuple(output.token_ids) for output in drawn}) == 3
+    replay = engine.generate([[5, 6]], SamplingParams(max_tokens=12, temperature=1.5, seed=drawn[1].seed))
+    assert replay[0].token_ids == drawn[1].token_ids
+    high, low = (SamplingParams(max_tokens=12, temperature=1.5, seed=seed) for seed in (2**32 + 1, 1))
+    one, other = engine.generate([[5, 6]] * 2, [high, low])
+    assert one.token_ids != other.token_ids, "the high word of a seed counts"
+
+
+def test_bfloat16(tiny):
+    model = load(DATA / "llama_tied_gqa4", dtype=jnp.bfloat16).model
+    config = EngineConfig(slots=2, max_len=S, dtype="bfloat16", cache_dtype="bfloat16")
+    output = Engine(model, config).generate([prompt_of(20, 3)], SamplingParams(max_tokens=8, temperature=0))[0]
+    assert output.completion_tokens == 8
+
+
+def test_submit_step_cancel(tiny):
+    engine = Engine(tiny.model, EngineConfig(slots=2, max_len=S, max_queue=3))
+    params = SamplingParams(max_tokens=6, temperature=0)
+    ids = [engine.submit(Request(prompt_ids=prompt_of(9, seed), params=params)) for seed in range(3)]
+    with pytest.raises(QueueFull):
+        engine.submit(Request(prompt_ids=[1], params=params))
+    with pytest.raises(ValueError, match="still running"):
+        engine.submit(Request(prompt_ids=[1], params=params, id=ids[0]))
+    assert engine.step() == []
+    assert engine.cancel(ids[0]) is True
+    assert engine.cancel("nobody") is False
+    outputs = []
+    while engine.unfinished:
+        outputs += engine.step()
+    assert engine.step() == []
+    assert [(output.id, output.finish_reason, output.completion_tokens) for output in outputs] == [
+        (ids[0], "cancelled", 1),
+        (ids[1], "length", 6),
+        (ids[2], "length", 6),
+    ]
+    times = outputs[1].metrics
+    assert times.arrival <= times.admission <= times.first_token == times.tokens[0] <= times.tokens[-1] <= times.end
+    assert times.turns == 6
+
+
+def test_streams_beside_each_other_and_beside_submitted_requests(tiny):
+    """Each gets its own pieces, all of them, whoever turns the wheel."""
+    engine = Engine(tiny.model, EngineConfig(slots=3, max_len=S))
+    params = SamplingParams(max_tokens=5, temperature=0)
+    requests = [Request(prompt_ids=prompt_of(9, seed), params=params, id=str(seed)) for seed in range(4)]
+    expected = {output.id: output.token_ids for output in engine.generate(requests)}
+    engine.submit(requests[3])
+    streams = [engine.stream([requests[0], requests[1]]), engine.stream([requests[2]])]
+    got, open_streams = {}, list(streams)
+    while open_streams:
+        for stream in list(open_streams):
+            delta = next(stream, None)
+            if delta is None:
+                open_streams.remove(stream)
+            else:
+                got.setdefault(delta.id, []).extend(delta.token_ids)
+    assert got == {name: expected[name] for name in "012"}
+    outputs = []
+    while engine.unfinished:
+        outputs += engine.step()
+    assert [(output.id, output.token_ids) for output in outputs] == [("3", expected["3"])]
+
+
+def test_closing_a_stream_cancels_it(tiny):
+    engine = Engine(tiny.model, EngineConfig(slots=1, max_len=S))
+    stream = engine.stream([Request(prompt_ids=[3, 4], params=SamplingParams(max_tokens=50), id=name) for name in "ab"])
+    next(stream)
+    stream.close()
+    assert sorted(output.id for output in engine.step()) == ["a", "b"]
+    assert not engine.unfinished
+    assert engine.scheduler.free == [0]
+
+
+def test_more_requests_than_the_queue_holds(tiny):
+    engine = Engine(tiny.model, EngineConfig(slots=2, max_len=S, max_queue=2))
+    outputs = engine.generate([[5]] * 20, SamplingParams(max_tokens=2, temperature=0))
+    assert len({tuple(output.token_ids) for output in outputs}) == 1
+
+
+REFUSED = [
+    ([[]], None, "request 0: the prompt has 0 tokens"),
+    ([[1], [320]], None, "request 1: prompt_ids holds 320; the vocabulary is 0 .. 319"),
+    ([[-1]], None, "request 0: prompt_ids holds -1"),
+    ([[1.5]], None, "request 0: each of prompt_ids must be an integer, not 1.5"),
+    ([[True]], None, "request 0: each of prompt_ids must be an integer, not True"),
+    (["text"], None, "request 0: the model has no tokenizer"),
+    ([[1] * (S + 1)], None, f"request 0: the prompt has {S + 1} tokens; a slot holds 1 to {S}"),
+    ([[1] * 90], SamplingParams(max_tokens=8), "90 tokens and max_tokens 8 need 97 positions; a slot holds 96"),
+    ([[1]], SamplingParams(stop_token_ids=(320,)), "stop_token_ids holds 320"),
+    ([[1]], [], "1 prompts and 0 params"),
+    ("text", None, "give a list of prompts, not one str"),
+    ([Request(prompt_ids=[1], id="x")] * 2, None, "request 1: the id 'x' is given twice"),
+    ([Request(prompt_ids=[1])], SamplingParams(), "request 0: a Request brings its own params"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "params", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_refused_before_any_work(tiny, prompts, params, message, request):
+    engine = request.config.cache_of_engines = getattr(request.config, "cache_of_engines", None) or Engine(
+        tiny.model, EngineConfig(slots=2, max_len=S)
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine.generate(prompts, params)
+    assert not engine.unfinished
+    assert engine.stats.turns == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"slots": 0}, "slots must be at least 1, not 0"),
+        ({"slots": 2.0}, "slots must be an integer, not 2.0"),
+        ({"max_len": 0}, "max_len must be at least 1"),
+        ({"chunk_sizes": (100,)}, "chunk_sizes must be positive multiples of 16"),
+        ({"dtype": "float16"}, "dtype must be one of"),
+        ({"cache_dtype": "int8"}, "cache_dtype must be one of"),
+        ({"policy": "fastest"}, "policy 'fastest' is not one of"),
+        ({"attention": "cuda"}, "attention must be one of"),
+    ],
+)
+def test_engine_config_refuses(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EngineConfig(**fields)
+
+
+def test_a_slot_longer_than_the_model(tiny):
+    with pytest.raises(ValueError, match="max_len 4096 exceeds the model's 2048 positions"):
+        Engine(tiny.model, EngineConfig(max_len=4096))
