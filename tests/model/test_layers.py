@@ -1,0 +1,72 @@
+"""Parts of a layer against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model import layers
+from model.kv_cache import ROWS_MULTIPLE, cache_bytes, init_cache
+
+GROUPED = [layers._grouped_matmul_blocks, layers._grouped_matmul_ragged]
+
+
+@pytest.mark.parametrize("product", GROUPED)
+@pytest.mark.parametrize(
+    "counts", [(5, 0, 1, 34), (0, 0, 0, 40), (40, 0, 0, 0), (16, 16, 8, 0), (10, 10, 10, 10), (1, 0, 0, 0)]
+)
+def test_grouped_matmul(product, counts):
+    rng = np.random.default_rng(0)
+    rows, experts = sum(counts), len(counts)
+    x = rng.normal(size=(rows, 24)).astype(np.float32)
+    weights = rng.normal(size=(experts, 10, 24)).astype(np.float32)
+    expert = np.repeat(np.arange(experts), counts)
+    expected = np.einsum("ri,roi->ro", x.astype(np.float64), weights[expert].astype(np.float64))
+    out = jax.jit(product)(jnp.asarray(x), jnp.asarray(weights), jnp.asarray(counts))
+    # 24 products of size one in float32.
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
+def test_grouped_matmul_multiplies_chosen_rows_only():
+    """By the compiler's count: the flops of a few blocks, not of all experts for all rows."""
+    x, weights, counts = jnp.zeros((256, 64)), jnp.zeros((32, 64, 64)), jnp.full(32, 8)
+    text = jax.jit(layers._grouped_matmul_blocks).lower(x, weights, counts).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == 1, "one product, of one block with one expert's weights, inside the loop"
+    assert "tensor<64x64xf32>" in products[0]
+    assert "tensor<16x64xf32>" in products[0]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 65, 200])
+def test_matmul_is_the_same_product_in_either_form(rows):
+    rng = np.random.default_rng(1)
+    x, weight = rng.normal(size=(rows, 48)).astype(np.float32), rng.normal(size=(20, 48)).astype(np.float32)
+    expected = x.astype(np.float64) @ weight.T.astype(np.float64)
+    # 48 products of size one in float32.
+    np.testing.assert_allclose(layers.matmul(jnp.asarray(x), jnp.asarray(weight)), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(offset):
+    rng = np.random.default_rng(2)
+    norm = layers.RMSNorm(32, eps=1e-3, offset=offset, dtype=jnp.float32)
+    np.testing.assert_array_equal(norm.weight[...] + offset, 1.0)
+    weight = rng.normal(size=32).astype(np.float32)
+    norm.weight = nnx.Param(jnp.asarray(weight))
+    x = rng.normal(size=(5, 3, 32)) * 0.05
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * (offset + weight)
+    # Values of size one, rounded a few times to 2**-24.
+    np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32)), expected, rtol=0, atol=2e-6)
+
+
+def test_cache_write_drops_padding_and_keeps_the_rest():
+    (cache,) = init_cache(layers=1, slots=3, max_len=100, kv_heads=2, head_dim=4, dtype=jnp.float32)
+    assert cache.k.shape == (3, 2, ROWS_MULTIPLE, 4)
+    assert cache_bytes((cache,)) == 2 * 3 * 2 * ROWS_MULTIPLE * 4 * 4
+    new = jnp.arange(4 * 2 * 4, dtype=jnp.float32).reshape(4, 2, 4) + 1
+    written = cache.write(new, -new, jnp.asarray([2, 3, 0, 3]), jnp.asarray([99, 5, 0, ROWS_MULTIPLE - 1]))
+    expected = np.zeros(cache.k.shape, np.float32)
+    expected[2, :, 99], expected[0, :, 0] = new[0], new[2]
+    np.testing.assert_array_equal(written.k, expected)
+    np.testing.assert_array_equal(written.v, -expected)
