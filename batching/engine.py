@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -90,7 +91,7 @@ class Engine:
         """Allocates the cache and compiles every program: nothing compiles afterwards.
 
         Args:
-            on_compile: called with (programs compiled, programs in all, seconds of the last) as they are.
+            on_compile: called with (programs compiled, programs in all, seconds of the last), first with none compiled.
         """
         if config.max_len > model.config.max_positions:
             raise ValueError(f"max_len {config.max_len} exceeds the model's {model.config.max_positions} positions")
@@ -113,6 +114,7 @@ class Engine:
             graph, self._params, self._state, self.scheduler.shapes, config.attention, on_compile
         )
         self.cache_bytes = cache_bytes(self._state.cache)
+        self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
 
     @classmethod
     def from_pretrained(
@@ -191,6 +193,12 @@ class Engine:
     def unfinished(self) -> bool:
         """Whether a further `step` has anything to do or to report."""
         return self.scheduler.unfinished or bool(self._outbox)
+
+    def set_policy(self, name: str) -> None:
+        """Schedule by another policy from now on. Raises RuntimeError while requests are unfinished."""
+        if self.unfinished:
+            raise RuntimeError("the policy can change only while no request is unfinished")
+        self.scheduler.policy = make_policy(name)
 
     def reset_stats(self) -> None:
         self.stats = EngineStats(slots=self.config.slots)

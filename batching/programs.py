@@ -27,6 +27,8 @@ def compile_programs(
     use_persistent_cache()
     programs = {}
     wanted = shapes.all()
+    if on_compile is not None:
+        on_compile(0, len(wanted), 0.0)
     for done, (num_decode, chunk) in enumerate(wanted, start=1):
         start = time.perf_counter()
         lowered = step.lower(

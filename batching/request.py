@@ -1,12 +1,12 @@
 """What a user asks and what comes back: `SamplingParams`, `Request`, `Output`, `Delta`, and their validation."""
 
-import math
 import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+LARGEST = 3.4e38  # a float32
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -32,7 +32,7 @@ class SamplingParams:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, int | float):
             raise ValueError(f"temperature must be a number, not {self.temperature!r}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature <= LARGEST:
             raise ValueError(f"temperature must be finite and at least 0, not {self.temperature}")
         if self.seed is not None and not 0 <= as_int(self.seed, "seed") < 2**64:
             raise ValueError(f"seed must be in 0 .. 2**64 - 1, not {self.seed}")

@@ -104,6 +104,20 @@ def test_static_policy_gives_the_same_tokens(tiny, alone):
     assert engine.stats.busy_share > static[1]
 
 
+def test_the_policy_changes_only_when_idle(tiny, alone):
+    engine = Engine(tiny.model, EngineConfig(slots=2, max_len=S, chunk_sizes=(16,)))
+    request = requests_of_many_lengths()[3]
+    engine.submit(request)
+    with pytest.raises(RuntimeError, match="only while no request is unfinished"):
+        engine.set_policy("static")
+    while engine.unfinished:
+        engine.step()
+    engine.set_policy("static")
+    assert engine.generate([request])[0].token_ids == alone(request)
+    with pytest.raises(ValueError, match="'fastest' is not one of"):
+        engine.set_policy("fastest")
+
+
 def test_nothing_compiles_after_warm_up(tiny):
     engine = Engine(tiny.model, EngineConfig(slots=5, max_len=S, chunk_sizes=(16, 64)))
     assert sorted(engine.programs) == [(4, 0), (4, 16), (4, 64), (5, 0), (5, 16), (5, 64)]

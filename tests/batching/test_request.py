@@ -17,6 +17,8 @@ from batching import Request, SamplingParams
         ({"temperature": -0.1}, "temperature must be finite and at least 0, not -0.1"),
         ({"temperature": float("nan")}, "temperature must be finite"),
         ({"temperature": float("inf")}, "temperature must be finite"),
+        ({"temperature": 10**400}, "temperature must be finite"),
+        ({"temperature": 1e39}, "temperature must be finite"),
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
         ({"seed": -1}, "seed must be in 0 .. 2**64 - 1, not -1"),
         ({"seed": 2**64}, "seed must be in 0"),
