@@ -1,0 +1,123 @@
+"""What a run cost, as numbers for JSON and as tables for a person."""
+
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from batching import Engine
+from scripts.jobs import Run
+
+MB = 1e6
+CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+class CompileCounts:
+    """Seconds of compilation, and how many programs came from JAX's persistent cache; counts while it is entered."""
+
+    def __init__(self) -> None:
+        self.seconds, self.programs, self.cached = 0.0, 0, 0
+        self._last_was_hit = False
+
+    def __enter__(self) -> "CompileCounts":
+        jax.monitoring.register_event_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_listener(self._listen)
+
+    def _listen(self, event: str, **_: Any) -> None:
+        if event in (CACHE_ASKED, CACHE_HIT):
+            self._last_was_hit = event == CACHE_HIT
+
+    def add(self, done: int, seconds: float) -> None:
+        """To be called right after each program: what JAX told last was then about that program."""
+        self.seconds += seconds
+        self.cached += self._last_was_hit and done > self.programs
+        self.programs, self._last_was_hit = done, False
+
+
+def run_figures(run: Run, first: Run) -> dict[str, Any]:
+    """Figures of a run; `different` lists the requests whose tokens are not those of the first run."""
+    expected = {output.id: output.token_ids for output in first.outputs}
+    metrics = [output.metrics for output in run.outputs if output.metrics is not None]
+    generated, speed = run.stats.generated_tokens, run.stats.generated_tokens / run.wall_s
+    return {
+        "policy": run.policy,
+        "requests": len(run.outputs),
+        "finish_reasons": dict(Counter(output.finish_reason for output in run.outputs)),
+        "prompt_tokens": run.stats.prompt_tokens,
+        "generated_tokens": generated,
+        "wall_s": run.wall_s,
+        "generated_tokens_per_s": speed,
+        "ratio_to_first": speed * first.wall_s / max(first.stats.generated_tokens, 1),
+        "turns": run.stats.turns,
+        "busy_share": run.stats.busy_share,
+        "padding_share": run.stats.padding_share,
+        "ttft_s": percentiles(m.tokens[0] - m.arrival for m in metrics if m.tokens),
+        "tpot_s": percentiles((m.tokens[-1] - m.tokens[0]) / (len(m.tokens) - 1) for m in metrics if len(m.tokens) > 1),
+        "different": [output.id for output in run.outputs if output.token_ids != expected.get(output.id)],
+    }
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float | None]:
+    known = list(values)
+    return {f"p{p}": float(np.percentile(known, p)) if known else None for p in (50, 90)}
+
+
+def system_figures(model: str, engine: Engine) -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "model": model,
+        "engine": asdict(engine.config),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
+    """One column per run, one line per figure."""
+    rows = {
+        "requests": lambda r: f"{r['requests']}",
+        "prompt tokens": lambda r: f"{r['prompt_tokens']}",
+        "generated tokens": lambda r: f"{r['generated_tokens']}",
+        "wall time": lambda r: f"{r['wall_s']:.2f} s",
+        "generated tokens per second": lambda r: f"{r['generated_tokens_per_s']:.1f}",
+        "turns": lambda r: f"{r['turns']}",
+        "busy slots, mean": lambda r: f"{r['busy_share']:.0%}",
+        "rows that were padding": lambda r: f"{r['padding_share']:.0%}",
+        "time to first token, p50 / p90": lambda r: _pair(r["ttft_s"]),
+        "time per output token, p50 / p90": lambda r: _pair(r["tpot_s"]),
+    }
+    if len(runs) > 1:
+        rows["speed against " + runs[0]["policy"]] = lambda r: f"{r['ratio_to_first']:.2f} x"
+        rows["same tokens"] = lambda r: f"{r['requests'] - len(r['different'])} of {r['requests']}"
+    table = Table("")
+    for run in runs:
+        table.add_column(run["policy"], justify="right")
+    for name, show in rows.items():
+        table.add_row(name, *(show(run) for run in runs))
+    return table
+
+
+def start_up_line(figures: dict[str, Any]) -> str:
+    first = figures["first_token_s"]
+    return (
+        f"start-up: import {figures['import_s']:.1f} s, load {figures['load_s']:.1f} s, "
+        f"compile {figures['compile_s']:.1f} s ({figures['programs']} programs, {figures['programs_cached']} from the "
+        f"persistent cache), first token after {'-' if first is None else f'{first:.1f} s'}; "
+        f"model {figures['model_mb']:.0f} MB, cache {figures['cache_mb']:.0f} MB"
+    )
+
+
+def _pair(values: dict[str, float | None]) -> str:
+    scale, unit, digits = (1, "s", 2) if max(value or 0 for value in values.values()) >= 1 else (1000, "ms", 1)
+    return " / ".join("-" if value is None else f"{value * scale:.{digits}f}" for value in values.values()) + f" {unit}"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change is merged. Options go to pytest: bash scripts/test.sh -k engine --slow
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+export HF_HUB_OFFLINE=1 PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m pyright
+exec "$PYTHON" -m pytest "$@"
