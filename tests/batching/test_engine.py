@@ -118,44 +118,6 @@ def test_the_policy_changes_only_when_idle(tiny, alone):
         engine.set_policy("fastest")
 
 
-def test_nothing_compiles_after_warm_up(tiny):
-    engine = Engine(tiny.model, EngineConfig(slots=5, max_len=S, chunk_sizes=(16, 64)))
-    assert sorted(engine.programs) == [(4, 0), (4, 16), (4, 64), (5, 0), (5, 16), (5, 64)]
-    compiled = []
-
-    def listen(event, duration, **kwargs):
-        if "compile" in event or "trace" in event or "lower" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        jax.jit(lambda x: x + 17)(np.float32(1))
-        assert compiled, "JAX's compile events have other names now"
-        compiled.clear()
-        outputs = engine.generate(
-            [prompt_of(length, length) for length in range(1, S + 1)], SamplingParams(max_tokens=1, temperature=0.5)
-        )
-        engine.generate([[1]], SamplingParams(temperature=0))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert [output.completion_tokens for output in outputs] == [1] * S
-    assert compiled == []
-
-
-@pytest.mark.parametrize("name", ["llama_tied_gqa4", "mistral_window", "mixtral_moe"])
-def test_no_step_copies_the_cache(name):
-    """By the compiler's own account: the cache is aliased, and temporaries are smaller than one layer's keys."""
-    model = load(DATA / name).model
-    engine = Engine(model, EngineConfig(slots=64, max_len=2048, chunk_sizes=(16,)))
-    cache = jax.tree.leaves(engine._state.cache)
-    for shape, program in engine.programs.items():
-        memory = program.memory_analysis()
-        assert memory.alias_size_in_bytes >= engine.cache_bytes, shape
-        assert memory.temp_size_in_bytes < cache[0].nbytes, shape
-        text = re.escape("f32[" + ",".join(map(str, cache[0].shape)) + "]")
-        assert not re.search(rf"= {text}\S* copy\(", program.as_text()), shape
-
-
 def test_non_finite_logits_end_that_request_alone(alone):
     """A token whose embedding is NaN: its request ends with an error, its slot is safe to use again."""
     broken = load(DATA / "llama_untied")

@@ -1,0 +1,52 @@
+"""The compiled programs of an engine: all made before the first request, and none copies the cache."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from batching import Engine, EngineConfig, SamplingParams
+from model.checkpoint import load
+
+DATA = Path(__file__).parents[1] / "data"
+S = 96
+
+
+def test_nothing_compiles_after_warm_up():
+    engine = Engine(load(DATA / "llama_tied_gqa4").model, EngineConfig(slots=5, max_len=S, chunk_sizes=(16, 64)))
+    assert sorted(engine.programs) == [(4, 0), (4, 16), (4, 64), (5, 0), (5, 16), (5, 64)]
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if "compile" in event or "trace" in event or "lower" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x + 17)(np.float32(1))
+        assert compiled, "JAX's compile events have other names now"
+        compiled.clear()
+        outputs = engine.generate(
+            [[5] * length for length in range(1, S + 1)], SamplingParams(max_tokens=1, temperature=0.5)
+        )
+        engine.generate([[1]], SamplingParams(temperature=0))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert [output.completion_tokens for output in outputs] == [1] * S
+    assert compiled == []
+
+
+@pytest.mark.parametrize("name", ["llama_tied_gqa4", "mistral_window", "mixtral_moe"])
+def test_no_step_copies_the_cache(name):
+    """By the compiler's own account: the cache is aliased, and temporaries are smaller than one layer's keys."""
+    model = load(DATA / name).model
+    engine = Engine(model, EngineConfig(slots=64, max_len=2048, chunk_sizes=(16,)))
+    cache = jax.tree.leaves(engine._state.cache)
+    for shape, program in engine.programs.items():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= engine.cache_bytes, shape
+        assert memory.temp_size_in_bytes < cache[0].nbytes, shape
+        text = re.escape("f32[" + ",".join(map(str, cache[0].shape)) + "]")
+        assert not re.search(rf"= {text}\S* copy\(", program.as_text()), shape
