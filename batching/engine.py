@@ -22,7 +22,7 @@ from model.checkpoint import load
 from model.kv_cache import cache_bytes
 from model.tokenizer import Detokenizer, Tokenizer
 from model.transformer import Transformer
-from pallas_kernels.attention import BLOCK_Q, IMPLEMENTATIONS
+from pallas_kernels.attention import IMPLEMENTATIONS, choose_implementation
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -50,7 +50,7 @@ class EngineConfig:
         if self.attention not in (None, *IMPLEMENTATIONS):
             raise ValueError(f"attention must be one of {list(IMPLEMENTATIONS)}, not {self.attention!r}")
         make_policy(self.policy)
-        PlanShapes.choose(self.slots, self.chunk_sizes, BLOCK_Q)
+        PlanShapes.choose(self.slots, self.chunk_sizes, block_q=1)
 
 
 @dataclass
@@ -97,8 +97,10 @@ class Engine:
             raise ValueError(f"max_len {config.max_len} exceeds the model's {model.config.max_positions} positions")
         self.config, self.model_config = config, model.config
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
+        self.attention = choose_implementation(config.attention)
+        block_q = IMPLEMENTATIONS[self.attention].block_q
         self.scheduler = Scheduler(
-            shapes=PlanShapes.choose(config.slots, config.chunk_sizes, BLOCK_Q),
+            shapes=PlanShapes.choose(config.slots, config.chunk_sizes, block_q),
             max_len=config.max_len,
             policy=make_policy(config.policy),
             max_queue=config.max_queue,
@@ -111,7 +113,7 @@ class Engine:
         self._state = init_state(model.config, slots=config.slots, max_len=config.max_len, cache_dtype=cache_dtype)
         graph, self._params = nnx.split(model)
         self.programs = compile_programs(
-            graph, self._params, self._state, self.scheduler.shapes, config.attention, on_compile
+            graph, self._params, self._state, self.scheduler.shapes, self.attention, on_compile
         )
         self.cache_bytes = cache_bytes(self._state.cache)
         self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))

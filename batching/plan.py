@@ -1,6 +1,6 @@
 """`BatchPlan`: the flat list of token rows that one turn computes. There is no other batch type and no phase."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,37 +27,53 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanShapes:
-    """The few shapes that plans may have, so that every program can be compiled before the first request."""
+    """The few shapes that plans may have, so that every program can be compiled before the first request.
+
+    Where attention wants blocks (`block_q` > 1) a shape is a number of decode rows and a chunk size. Where it does
+    not, a decode row is a chunk of one token: shapes are numbers of rows alone, and no row between them is padding.
+    """
 
     slots: int
-    decode_rows: tuple[int, ...]  # rising, the last one is `slots`
+    decode_rows: tuple[int, ...]  # rising, the last one is `slots`; (0,) where decode rows are chunks
     chunk_sizes: tuple[int, ...]  # rising multiples of `block_q`
     block_q: int
 
     @classmethod
     def choose(cls, slots: int, chunk_sizes: Sequence[int], block_q: int) -> "PlanShapes":
-        """Decode rows follow the busy slots in steps of four: rows that are padding cost time."""
+        """Rows follow the work in a few steps: rows that are padding cost time, programs cost compilation."""
         sizes = sorted(set(chunk_sizes))
-        if not sizes or any(size < block_q or size % block_q for size in sizes):
-            raise ValueError(f"chunk_sizes must be positive multiples of {block_q}, not {tuple(chunk_sizes)}")
-        return cls(slots, (*(rows for rows in (4, 16, 64) if rows < slots), slots), tuple(sizes), block_q)
+        if not sizes or any(size < 16 or size % 16 for size in sizes):
+            raise ValueError(f"chunk_sizes must be positive multiples of 16, not {tuple(chunk_sizes)}")
+        if block_q > 1:
+            return cls(slots, (*(rows for rows in (4, 16, 64) if rows < slots), slots), tuple(sizes), block_q)
+        most = slots + sizes[-1]
+        ladder = {4 << step for step in range(most.bit_length()) if 4 << step < most}
+        return cls(slots, (0,), tuple(sorted(ladder | {slots, *(slots + size for size in sizes)})), block_q)
 
     def all(self) -> list[tuple[int, int]]:
         """Every (decode rows, chunk rows) that a plan can have."""
-        return [(decode, chunk) for chunk in (0, *self.chunk_sizes) for decode in self.decode_rows]
+        sizes = (0, *self.chunk_sizes)
+        return [(decode, chunk) for chunk in sizes for decode in self.decode_rows if decode + chunk]
 
     def fit(self, decode: int, chunk: int) -> tuple[int, int]:
         """The smallest shape with room for so many rows."""
+        if self.block_q == 1:
+            decode, chunk = 0, decode + chunk
         sizes = (0, *self.chunk_sizes)
         return next(n for n in self.decode_rows if n >= decode), next(n for n in sizes if n >= chunk)
+
+    def budget(self, decode: int) -> int:
+        """Prompt rows that a turn has room for beside so many decode rows."""
+        return self.chunk_sizes[-1] - (decode if self.block_q == 1 else 0)
 
     def padded(self, tokens: int) -> int:
         """Rows that a chunk of so many tokens takes."""
         return -(-tokens // self.block_q) * self.block_q
 
     def empty(self, num_decode: int, chunk: int) -> Rows:
-        """Rows of padding alone."""
-        T, M = num_decode + chunk, num_decode + chunk // self.block_q
+        """Rows of padding alone. A slot has at most one sampled row, and so has a block."""
+        T = num_decode + chunk
+        M = min(self.slots, num_decode + chunk // self.block_q)
         return Rows(
             tokens=np.zeros(T, np.int32),
             slots=np.full(T, self.slots, np.int32),
@@ -95,38 +111,28 @@ class BatchPlan:
 
 def build_plan(
     shapes: PlanShapes, decode: Sequence[Chunk], prefill: Sequence[Chunk], *, min_decode: int = 0
-) -> tuple[BatchPlan, list[int]]:
+) -> BatchPlan:
     """Lay decode rows and prompt chunks out flat.
 
-    Returns the plan and, for each sampled chunk in the order (decode, prefill), its index among the M sampled rows.
+    The sampled chunks, in the order (decode, prefill), are the first of the M sampled rows.
     """
     chunk_rows = sum(shapes.padded(len(chunk.tokens)) for chunk in prefill)
     num_decode, chunk_size = shapes.fit(max(len(decode), min_decode), chunk_rows)
     rows = shapes.empty(num_decode, chunk_size)
-    sampled: list[int] = []
-    for row, index, chunk in _places(shapes, num_decode, decode, prefill):
+    row, sampled = 0, 0
+    for index, chunk in enumerate((*decode, *prefill)):
+        if index == len(decode):
+            row = max(row, num_decode)
         count = len(chunk.tokens)
         at = slice(row, row + count)
         rows.tokens[at] = chunk.tokens
         rows.slots[at] = chunk.slot
         rows.positions[at] = np.arange(chunk.start, chunk.start + count)
         if chunk.sampled:
-            rows.sample_rows[index] = row + count - 1
-            rows.sample_slots[index] = chunk.slot
-            rows.temperatures[index] = chunk.temperature
-            rows.seeds[index] = divmod(chunk.seed, 2**32)
-            sampled.append(index)
-    live = len(decode) + sum(len(chunk.tokens) for chunk in prefill)
-    return BatchPlan(num_decode, rows, live), sampled
-
-
-def _places(
-    shapes: PlanShapes, num_decode: int, decode: Sequence[Chunk], prefill: Sequence[Chunk]
-) -> Iterable[tuple[int, int, Chunk]]:
-    """(first row, index among the sampled rows, chunk): a block of the prompt part can end one prompt at most."""
-    for row, chunk in enumerate(decode):
-        yield row, row, chunk
-    row = num_decode
-    for index, chunk in enumerate(prefill, start=num_decode):
-        yield row, index, chunk
-        row += shapes.padded(len(chunk.tokens))
+            rows.sample_rows[sampled] = row + count - 1
+            rows.sample_slots[sampled] = chunk.slot
+            rows.temperatures[sampled] = chunk.temperature
+            rows.seeds[sampled] = divmod(chunk.seed, 2**32)
+            sampled += 1
+        row += count if index < len(decode) else shapes.padded(count)
+    return BatchPlan(num_decode, rows, sum(len(chunk.tokens) for chunk in (*decode, *prefill)))

@@ -42,7 +42,7 @@ class Turn(NamedTuple):
     """A plan and who its sampled rows belong to, captured when it is made and used when its tokens are read."""
 
     plan: BatchPlan
-    sampled: tuple[tuple[int, SequenceState], ...]  # (index among the M sampled rows, sequence)
+    sampled: tuple[SequenceState, ...]  # whose the first of the M sampled rows are
     busy: int  # slots that somebody has in this turn
 
 
@@ -128,24 +128,23 @@ class Scheduler:
         decision = self.policy.decide(View(self.waiting, prefilling, decoding, self.shapes.slots, len(self.free)))
         self._admit(decision)
         decode = decoding if decision.decode else []
-        chunks = self._chunks(decision)
+        chunks = self._chunks(decision, self.shapes.budget(max(len(decode), decision.decode_rows)))
         if not decode and not chunks:
             raise RuntimeError(f"{type(self.policy).__name__} scheduled nothing for {len(self._live)} requests")
         decode_rows = [self._decode_row(sequence) for sequence in decode]
         prompt_rows = [self._prompt_rows(sequence, count) for sequence, count in chunks]
-        plan, indices = build_plan(self.shapes, decode_rows, prompt_rows, min_decode=decision.decode_rows)
-        sampled = [*decode, *(sequence for sequence, _ in chunks if not sequence.prefilling)]
-        return Turn(plan, tuple(zip(indices, sampled, strict=True)), len(self.running))
+        plan = build_plan(self.shapes, decode_rows, prompt_rows, min_decode=decision.decode_rows)
+        sampled = (*decode, *(sequence for sequence, _ in chunks if not sequence.prefilling))
+        return Turn(plan, sampled, len(self.running))
 
     def commit(self, turn: Turn | None, tokens: np.ndarray) -> list[Progress]:
         """Give sampled tokens (int32 [M], -1: not finite) to their requests; free the slots of those that end."""
         progress = [Progress(sequence, None) for sequence in self._ended]
         self._ended = []
         now = self.clock()
-        for index, sequence in turn.sampled if turn else ():
+        for sequence, token in zip(turn.sampled, tokens.tolist(), strict=False) if turn else ():
             if sequence.finish_reason is not None:  # ended since the turn was planned: its row was wasted
                 continue
-            token = int(tokens[index])
             if token < 0:
                 sequence.error = f"the logits after {len(sequence.prompt) + len(sequence.output)} tokens are not finite"
                 self._end(sequence, "error")
@@ -169,12 +168,11 @@ class Scheduler:
             sequence.metrics.admission = self.clock()
             self.running.append(sequence)
 
-    def _chunks(self, decision: Decision) -> list[tuple[SequenceState, int]]:
-        """How many prompt tokens of whom, within the largest chunk size."""
-        budget = self.shapes.chunk_sizes[-1]
+    def _chunks(self, decision: Decision, budget: int) -> list[tuple[SequenceState, int]]:
+        """How many prompt tokens of whom, in at most `budget` rows."""
         chunks = []
         for sequence in decision.prefill:
-            if not budget:
+            if budget <= 0:
                 break
             count = min(len(sequence.prompt) - sequence.computed, budget)
             budget -= self.shapes.padded(count)

@@ -1,5 +1,7 @@
 """The transformer: flat token rows and a cache in, hidden states and the cache out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -45,6 +47,13 @@ class Layer(nnx.Module):
         return x + normed(self.post_mlp_norm, inner), cache
 
 
+@functools.partial(jax.jit, static_argnames=("graph", "num_decode", "implementation"))
+def run_layer(params, x, cache, slots, positions, *, graph, num_decode, implementation):
+    """A function of its own, so that layers of one kind are traced once; XLA inlines it."""
+    layer = nnx.merge(graph, params)
+    return layer(x, cache, slots, positions, num_decode=num_decode, implementation=implementation)
+
+
 class Transformer(nnx.Module):
     """A decoder-only transformer over a fixed-slot cache. All families of `ModelConfig` are this one class."""
 
@@ -76,8 +85,16 @@ class Transformer(nnx.Module):
         layer_caches = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x, layer_cache = layer(
-                    x, cache[index], slots, positions, num_decode=num_decode, implementation=implementation
+                graph, params = nnx.split(layer)
+                x, layer_cache = run_layer(
+                    params,
+                    x,
+                    cache[index],
+                    slots,
+                    positions,
+                    graph=graph,
+                    num_decode=num_decode,
+                    implementation=implementation,
                 )
                 layer_caches.append(layer_cache)
         return x, tuple(layer_caches)

@@ -67,15 +67,15 @@ def requests_of_many_lengths(temperature=0.0):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize("slots", [1, 3, 8])
-def test_tokens_do_not_depend_on_the_schedule(tiny, alone, slots, chunk, temperature):
+@pytest.mark.parametrize(("slots", "attention"), [(1, None), (3, None), (8, None), (3, "xla"), (8, "xla")])
+def test_tokens_do_not_depend_on_the_schedule(tiny, alone, slots, attention, chunk, temperature):
     """32 requests of lengths 1 to S, shuffled, freed slots full of NaN: the same tokens as each alone."""
     requests = requests_of_many_lengths(temperature)
     assert len(requests) == 32
     expected = {request.id: alone(request) for request in requests}
     random.Random(slots * chunk).shuffle(requests)
-    engine = Engine(tiny.model, EngineConfig(slots=slots, max_len=S, chunk_sizes=(chunk,)))
-    outputs = run_poisoned(engine, requests)
+    config = EngineConfig(slots=slots, max_len=S, chunk_sizes=(chunk,), attention=attention)
+    outputs = run_poisoned(Engine(tiny.model, config), requests)
     assert {name: output.token_ids for name, output in outputs.items()} == expected
 
 

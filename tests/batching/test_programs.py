@@ -14,9 +14,17 @@ DATA = Path(__file__).parents[1] / "data"
 S = 96
 
 
-def test_nothing_compiles_after_warm_up():
-    engine = Engine(load(DATA / "llama_tied_gqa4").model, EngineConfig(slots=5, max_len=S, chunk_sizes=(16, 64)))
-    assert sorted(engine.programs) == [(4, 0), (4, 16), (4, 64), (5, 0), (5, 16), (5, 64)]
+@pytest.mark.parametrize(
+    ("attention", "programs"),
+    [
+        ("xla", [(4, 0), (4, 16), (4, 64), (5, 0), (5, 16), (5, 64)]),
+        (None, [(0, n) for n in (4, 5, 8, 16, 21, 32, 64, 69)]),
+    ],
+)
+def test_nothing_compiles_after_warm_up(attention, programs):
+    config = EngineConfig(slots=5, max_len=S, chunk_sizes=(16, 64), attention=attention)
+    engine = Engine(load(DATA / "llama_tied_gqa4").model, config)
+    assert sorted(engine.programs) == programs
     compiled = []
 
     def listen(event, duration, **kwargs):

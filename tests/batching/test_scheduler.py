@@ -219,20 +219,37 @@ def test_shapes_follow_the_busy_slots():
     assert PlanShapes.choose(3, (16,), 16).decode_rows == (3,)
 
 
+def test_without_blocks_rows_are_counted_together():
+    shapes = PlanShapes.choose(16, (128,), 1)
+    assert shapes.all() == [(0, n) for n in (4, 8, 16, 32, 64, 128, 144)]
+    assert shapes.fit(5, 0) == (0, 8)
+    assert shapes.fit(5, 4) == (0, 16)
+    assert shapes.budget(5) == 139
+    plan = build_plan(
+        shapes,
+        [Chunk(2, 30, (FROM_DEVICE,), True, 0.5, 1)],
+        [Chunk(0, 16, (1, 2, 3), True, 0.0, 7), Chunk(3, 0, (9, 8), False, 0.0, 0)],
+    )
+    assert plan.shape == (0, 8)
+    assert plan.rows.slots.tolist() == [2, 0, 0, 0, 3, 3, 16, 16]
+    assert plan.rows.positions.tolist() == [30, 16, 17, 18, 0, 1, 0, 0]
+    assert plan.rows.sample_rows.tolist() == [0, 3, 0, 0, 0, 0, 0, 0]
+    assert plan.rows.sample_slots.tolist() == [2, 0, 16, 16, 16, 16, 16, 16]
+
+
 def test_plan_layout():
     shapes = PlanShapes.choose(4, (64,), 16)
     seed = 2**40 + 5
     decode = [Chunk(2, 30, (FROM_DEVICE,), True, 0.5, seed)]
     prefill = [Chunk(0, 16, tuple(range(20)), True, 0.0, 7), Chunk(3, 0, (9, 8), False, 0.0, 0)]
-    plan, sampled = build_plan(shapes, decode, prefill)
+    plan = build_plan(shapes, decode, prefill)
     rows = plan.rows
     assert plan.shape == (4, 64)
     assert plan.live_rows == 23
-    assert sampled == [0, 4]
     assert rows.slots.tolist() == [2, 4, 4, 4] + [0] * 20 + [4] * 12 + [3] * 2 + [4] * 30
     assert rows.positions[4:24].tolist() == list(range(16, 36))
-    assert rows.sample_rows.tolist() == [0, 0, 0, 0, 23, 0, 0, 0]
-    assert rows.sample_slots.tolist() == [2, 4, 4, 4, 0, 4, 4, 4]
+    assert rows.sample_rows.tolist() == [0, 23, 0, 0]
+    assert rows.sample_slots.tolist() == [2, 0, 4, 4]
     assert rows.temperatures[0] == 0.5
     assert rows.seeds[0].tolist() == [256, 5]
 
@@ -252,6 +269,7 @@ def workloads(draw):
         slots=draw(st.integers(1, 8)),
         max_len=max_len,
         chunk_sizes=draw(st.sampled_from([(16,), (32,), (16, 64)])),
+        block_q=draw(st.sampled_from([1, 16])),
         policy=draw(st.sampled_from(sorted(POLICIES))),
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.kv_cache import LayerCache
-from pallas_kernels.attention import BLOCK_Q, IMPLEMENTATIONS, slot_attention
+from pallas_kernels.attention import BLOCK_Q, IMPLEMENTATIONS, choose_implementation, cpu, slot_attention
 from tests.cases import CASES
 from tests.oracle import attention as oracle
 
@@ -38,9 +38,15 @@ def build(case, dtype, seed=0):
     return q, LayerCache(k, v), jnp.asarray(slots), jnp.asarray(positions)
 
 
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    if reason := IMPLEMENTATIONS[request.param].unavailable():
+        pytest.skip(reason)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_matches_float64(implementation, case, dtype):
     q, cache, slots, positions = build(case, dtype)
     options = {"window": case.window, "soft_cap": case.soft_cap, "scale": case.scale}
@@ -55,11 +61,11 @@ def test_matches_float64(implementation, case, dtype):
     np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(expected).max()))
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_a_row_does_not_depend_on_its_neighbours(implementation):
     """Bitwise: the same program with every other row changed gives this row the same bits."""
     case = next(case for case in CASES if case.name == "mixed")
     q, cache, slots, positions = build(case, "float32")
-    run = jax.jit(lambda *args: slot_attention(*args, num_decode=len(case.decode)))
+    run = jax.jit(lambda *args: slot_attention(*args, num_decode=len(case.decode), implementation=implementation))
     first = np.asarray(run(q, cache, slots, positions))
     for row in (0, 3, len(case.decode) + 3):
         slot = int(slots[row])
@@ -76,4 +82,42 @@ def test_refusals():
     with pytest.raises(ValueError, match="'nope' is not one of"):
         slot_attention(q, cache, slots, positions, num_decode=6, implementation="nope")
     with pytest.raises(ValueError, match="6 rows less 2 decode rows are not blocks of 16"):
-        slot_attention(q, cache, slots, positions, num_decode=2)
+        slot_attention(q, cache, slots, positions, num_decode=2, implementation="xla")
+
+
+def test_rows_without_blocks_in_any_order():
+    """The CPU kernel makes its own tiles: of one row or many, in order or not, the bits of each row are the same."""
+    if reason := IMPLEMENTATIONS["cpu"].unavailable():
+        pytest.skip(reason)
+    case = next(case for case in CASES if case.name == "mixed")
+    q, cache, slots, positions = build(case, "float32")
+    run = jax.jit(lambda *args: slot_attention(*args, num_decode=0, implementation="cpu"))
+    straight = np.asarray(run(q, cache, slots, positions))
+    order = np.random.default_rng(0).permutation(len(slots))
+    np.testing.assert_array_equal(np.asarray(run(q[order], cache, slots[order], positions[order])), straight[order])
+
+
+def test_without_a_compiler_another_implementation_serves(monkeypatch):
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    cpu.cpu_unavailable.cache_clear()
+    try:
+        assert choose_implementation(None) == "xla"
+        with pytest.raises(ValueError, match="'cpu' cannot run here: it needs a C\\+\\+ compiler"):
+            choose_implementation("cpu")
+    finally:
+        cpu.cpu_unavailable.cache_clear()
+
+
+def test_a_kernel_that_does_not_compile_is_reported(monkeypatch, tmp_path):
+    broken = tmp_path / "broken.cc"
+    broken.write_text("this is not C++")
+    monkeypatch.setattr(cpu, "SOURCE", broken)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu.cpu_unavailable.cache_clear()
+    try:
+        reason = cpu.cpu_unavailable()
+    finally:
+        cpu.cpu_unavailable.cache_clear()
+    assert reason is not None
+    assert "broken.cc does not compile or load" in reason or "needs a C++ compiler" in reason
+    assert not list(tmp_path.rglob("*.so"))
