@@ -16,7 +16,7 @@ from batching.plan import PlanShapes
 from batching.policies import make_policy
 from batching.programs import compile_programs
 from batching.request import Delta, Metrics, Output, Request, SamplingParams, as_int, as_requests
-from batching.scheduler import Scheduler, SequenceState
+from batching.scheduler import Scheduler, SequenceState, Turn
 from batching.step import init_state
 from model.checkpoint import load
 from model.kv_cache import cache_bytes
@@ -111,9 +111,9 @@ class Engine:
         self._streams: dict[str, deque[Delta]] = {}  # request id -> the stream that waits for it
         cache_dtype = DTYPES[config.cache_dtype or config.dtype]
         self._state = init_state(model.config, slots=config.slots, max_len=config.max_len, cache_dtype=cache_dtype)
-        graph, self._params = nnx.split(model)
+        self.graph, self._params = nnx.split(model)
         self.programs = compile_programs(
-            graph, self._params, self._state, self.scheduler.shapes, self.attention, on_compile
+            self.graph, self._params, self._state, self.scheduler.shapes, self.attention, on_compile
         )
         self.cache_bytes = cache_bytes(self._state.cache)
         self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
@@ -208,14 +208,21 @@ class Engine:
     def _turn(self) -> None:
         """Plan, compute, commit, and put the pieces where they are waited for."""
         turn = self.scheduler.plan()
-        tokens = np.empty(0, np.int32)
-        if turn is not None:
-            self._state, sampled = self.programs[turn.plan.shape](self._params, self._state, turn.plan.rows)
-            tokens = np.asarray(sampled)
-            self.stats.turns += 1
-            self.stats.busy_slots += turn.busy
-            self.stats.rows += len(turn.plan.rows.tokens)
-            self.stats.live_rows += turn.plan.live_rows
+        self.finish(turn, self.run(turn))
+
+    def run(self, turn: Turn | None) -> np.ndarray:
+        """Compute a turn of the scheduler's; its sampled tokens. The parts of `step`, for those who time them."""
+        if turn is None:
+            return np.empty(0, np.int32)
+        self._state, sampled = self.programs[turn.plan.shape](self._params, self._state, turn.plan.rows)
+        self.stats.turns += 1
+        self.stats.busy_slots += turn.busy
+        self.stats.rows += len(turn.plan.rows.tokens)
+        self.stats.live_rows += turn.plan.live_rows
+        return np.asarray(sampled)
+
+    def finish(self, turn: Turn | None, tokens: np.ndarray) -> None:
+        """Interpret a turn's tokens."""
         for sequence, token in self.scheduler.commit(turn, tokens):
             self._deliver(self._delta(sequence, token))
 

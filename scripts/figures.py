@@ -13,35 +13,6 @@ from rich.table import Table
 from batching import Engine
 from scripts.jobs import Run
 
-MB = 1e6
-CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
-CACHE_HIT = "/jax/compilation_cache/cache_hits"
-
-
-class CompileCounts:
-    """Seconds of compilation, and how many programs came from JAX's persistent cache; counts while it is entered."""
-
-    def __init__(self) -> None:
-        self.seconds, self.programs, self.cached = 0.0, 0, 0
-        self._last_was_hit = False
-
-    def __enter__(self) -> "CompileCounts":
-        jax.monitoring.register_event_listener(self._listen)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_listener(self._listen)
-
-    def _listen(self, event: str, **_: Any) -> None:
-        if event in (CACHE_ASKED, CACHE_HIT):
-            self._last_was_hit = event == CACHE_HIT
-
-    def add(self, done: int, seconds: float) -> None:
-        """To be called right after each program: what JAX told last was then about that program."""
-        self.seconds += seconds
-        self.cached += self._last_was_hit and done > self.programs
-        self.programs, self._last_was_hit = done, False
-
 
 def run_figures(run: Run, first: Run) -> dict[str, Any]:
     """Figures of a run; `different` lists the requests whose tokens are not those of the first run."""
@@ -106,16 +77,6 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
     for name, show in rows.items():
         table.add_row(name, *(show(run) for run in runs))
     return table
-
-
-def start_up_line(figures: dict[str, Any]) -> str:
-    first = figures["first_token_s"]
-    return (
-        f"start-up: import {figures['import_s']:.1f} s, load {figures['load_s']:.1f} s, "
-        f"compile {figures['compile_s']:.1f} s ({figures['programs']} programs, {figures['programs_cached']} from the "
-        f"persistent cache), first token after {'-' if first is None else f'{first:.1f} s'}; "
-        f"model {figures['model_mb']:.0f} MB, cache {figures['cache_mb']:.0f} MB"
-    )
 
 
 def _pair(values: dict[str, float | None]) -> str:

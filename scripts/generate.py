@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -23,10 +22,11 @@ from rich.console import Console
 from batching import Engine, EngineConfig, Request, SamplingParams
 from batching.policies import make_policy
 from scripts import STARTED
-from scripts.display import CompileDisplay, RunDisplay
-from scripts.figures import MB, CompileCounts, run_figures, runs_table, start_up_line, system_figures
+from scripts.display import RunDisplay
+from scripts.figures import run_figures, runs_table, system_figures
 from scripts.jobs import Job, OrderedWriter, Report, Run, again, interruptible, read_jobs, run_policy, warm_up
 from scripts.prompts import PROMPTS
+from scripts.startup import make_engine, start_up_line
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def input_lines(options: Options) -> list[tuple[str, bytes]]:
 def answer(options: Options, jobs: list[Job], console: Console, report: Report) -> int:
     """Load, serve, show. The exit status."""
     try:
-        engine, start_up = make_engine(options, console)
+        engine, start_up = make_engine(options.model, options.engine, console)
     except (OSError, ValueError) as error:
         report(f"error: {error}")
         return 2
@@ -119,27 +119,6 @@ def answer(options: Options, jobs: list[Job], console: Console, report: Report) 
     conclude(options, engine, runs, start_up, console)
     failed = any(job.output is not None and job.output.finish_reason == "error" for job in jobs)
     return 130 if stopped else int(failed)
-
-
-def make_engine(options: Options, console: Console) -> tuple[Engine, dict[str, Any]]:
-    """Loads and compiles. The dictionary holds the figures of it."""
-    start = time.monotonic()
-    with CompileCounts() as counts, CompileDisplay(console) as display:
-
-        def on_compile(done: int, of: int, seconds: float) -> None:
-            counts.add(done, seconds)
-            display.show(done, of, counts.seconds)
-
-        engine = Engine.from_pretrained(options.model, options.engine, progress=True, on_compile=on_compile)
-    return engine, {
-        "import_s": start - STARTED,
-        "load_s": time.monotonic() - start - counts.seconds,
-        "compile_s": counts.seconds,
-        "programs": counts.programs,
-        "programs_cached": counts.cached,
-        "model_mb": engine.weight_bytes / MB,
-        "cache_mb": engine.cache_bytes / MB,
-    }
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from typing import NamedTuple, Protocol
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.cpu import cpu_attention, cpu_unavailable
+from pallas_kernels.attention.cpu import cpu_attention
 from pallas_kernels.attention.reference import reference_attention
 from pallas_kernels.attention.xla import xla_attention
+from pallas_kernels.cpu import unavailable as cpu_unavailable
 
 __all__ = ["BLOCK_Q", "IMPLEMENTATIONS", "choose_implementation", "slot_attention"]
 

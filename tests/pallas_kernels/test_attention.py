@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.kv_cache import LayerCache
-from pallas_kernels.attention import BLOCK_Q, IMPLEMENTATIONS, choose_implementation, cpu, slot_attention
+from pallas_kernels.attention import BLOCK_Q, IMPLEMENTATIONS, slot_attention
 from tests.cases import CASES
 from tests.oracle import attention as oracle
 
@@ -95,29 +95,3 @@ def test_rows_without_blocks_in_any_order():
     straight = np.asarray(run(q, cache, slots, positions))
     order = np.random.default_rng(0).permutation(len(slots))
     np.testing.assert_array_equal(np.asarray(run(q[order], cache, slots[order], positions[order])), straight[order])
-
-
-def test_without_a_compiler_another_implementation_serves(monkeypatch):
-    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
-    cpu.cpu_unavailable.cache_clear()
-    try:
-        assert choose_implementation(None) == "xla"
-        with pytest.raises(ValueError, match="'cpu' cannot run here: it needs a C\\+\\+ compiler"):
-            choose_implementation("cpu")
-    finally:
-        cpu.cpu_unavailable.cache_clear()
-
-
-def test_a_kernel_that_does_not_compile_is_reported(monkeypatch, tmp_path):
-    broken = tmp_path / "broken.cc"
-    broken.write_text("this is not C++")
-    monkeypatch.setattr(cpu, "SOURCE", broken)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu.cpu_unavailable.cache_clear()
-    try:
-        reason = cpu.cpu_unavailable()
-    finally:
-        cpu.cpu_unavailable.cache_clear()
-    assert reason is not None
-    assert "broken.cc does not compile or load" in reason or "needs a C++ compiler" in reason
-    assert not list(tmp_path.rglob("*.so"))

@@ -7,37 +7,26 @@
 // A row's arithmetic does not depend on the tile that it is in: blocks begin at multiples of kKeys, sums run in the
 // order of the head's components and of the keys, and masked keys add exact zeros.
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
+#include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
-#include <memory>
+#include <type_traits>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "vector.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;
-#endif
+using namespace carousel;
+
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // of accumulators a query, so that they and their operands fit the registers
 constexpr int kKeys = 64;                       // a block
 constexpr int kQueries = 4;                     // at a time
 constexpr int kTileQueries = 32;                // at most, G for each row
 
-typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
-typedef int32_t IntVec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 typedef float Vec8 __attribute__((vector_size(32), aligned(4), may_alias));
-
-inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
@@ -62,10 +51,6 @@ inline Vec Exp(Vec x) {
   Vec scale;
   std::memcpy(&scale, &power, sizeof scale);
   return alive ? y * scale : Vec{};
-}
-
-inline void Prefetch(const void* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
 
 inline void Transpose8(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
@@ -269,25 +254,6 @@ void Attend(const Shape& s, const Tile& tile, int64_t head, const Q* q, const C*
   for (int64_t i = 0; i < queries; i++) {
     Q* to = out + ((tile.row + i / G) * s.N + head * G + i % G) * H;
     for (int64_t h = 0; h < H; h++) FromFloat(result[i * padded + h] / total[i], to + h);
-  }
-}
-
-// Runs f(0) .. f(tasks - 1) on the pool and on this thread, which never waits for a task that has not begun.
-void Parallel(ffi::ThreadPool& pool, int64_t tasks, const std::function<void(int64_t)>& f) {
-  struct Progress {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto progress = std::make_shared<Progress>();
-  auto work = [progress, tasks, &f] {
-    for (int64_t i; (i = progress->next.fetch_add(1)) < tasks;) {
-      f(i);
-      progress->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), tasks) - 1;
-  for (int64_t i = 0; i < helpers; i++) pool.Schedule(std::function<void()>(work));
-  work();
-  while (progress->done.load(std::memory_order_acquire) < tasks) {
   }
 }
 
