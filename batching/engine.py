@@ -4,76 +4,34 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from batching.config import DTYPES, EngineConfig, EngineStats
 from batching.plan import PlanShapes
 from batching.policies import make_policy
 from batching.programs import compile_programs
-from batching.request import Delta, Metrics, Output, Request, SamplingParams, as_int, as_requests
+from batching.request import Delta, Metrics, Output, Request, SamplingParams, as_requests
 from batching.scheduler import Scheduler, SequenceState, Turn
-from batching.step import init_state
+from batching.step import EngineState, init_state
 from model.checkpoint import load
 from model.kv_cache import cache_bytes
 from model.tokenizer import Detokenizer, Tokenizer
 from model.transformer import Transformer
 from pallas_kernels.attention import IMPLEMENTATIONS, choose_implementation
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How requests are served. Raises ValueError at construction for a value that cannot be."""
-
-    slots: int = 16
-    max_len: int = 1024  # positions in a slot: prompt and generated tokens
-    chunk_sizes: tuple[int, ...] = (128,)  # most prompt tokens a turn, in a few sizes that are compiled
-    dtype: str = "float32"
-    cache_dtype: str | None = None  # None: as dtype
-    policy: str = "continuous"
-    max_queue: int = 1024
-    attention: str | None = None  # an implementation of `slot_attention`; None: the first that runs here
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "max_len", "max_queue"):
-            if as_int(getattr(self, name), name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("dtype", "cache_dtype"):
-            if getattr(self, name) not in (*DTYPES, *((None,) if name == "cache_dtype" else ())):
-                raise ValueError(f"{name} must be one of {sorted(DTYPES)}, not {getattr(self, name)!r}")
-        if self.attention not in (None, *IMPLEMENTATIONS):
-            raise ValueError(f"attention must be one of {list(IMPLEMENTATIONS)}, not {self.attention!r}")
-        make_policy(self.policy)
-        PlanShapes.choose(self.slots, self.chunk_sizes, block_q=1)
-
 
 @dataclass
-class EngineStats:
-    """Counts since the engine was made or `reset_stats`; shares are of slots or rows, not of time."""
+class _Ticket:
+    """What the engine holds of a request besides its state: who waits for it, and its text so far."""
 
-    turns: int = 0
-    slots: int = 0  # of the engine
-    busy_slots: int = 0  # summed over turns
-    rows: int = 0  # computed, padding included
-    live_rows: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-
-    @property
-    def busy_share(self) -> float:
-        """Mean share of slots that hold a request, over turns."""
-        return self.busy_slots / (self.turns * self.slots) if self.turns else 0.0
-
-    @property
-    def padding_share(self) -> float:
-        """Share of computed rows that were padding."""
-        return 1 - self.live_rows / self.rows if self.rows else 0.0
+    inbox: deque[Delta] | None  # of a stream; None: its Output goes to `step`
+    detokenizer: Detokenizer | None
+    pieces: list[str] = field(default_factory=list)
 
 
 class Engine:
@@ -95,6 +53,8 @@ class Engine:
         """
         if config.max_len > model.config.max_positions:
             raise ValueError(f"max_len {config.max_len} exceeds the model's {model.config.max_positions} positions")
+        if model.embed.weight.dtype != DTYPES[config.dtype]:
+            raise ValueError(f"dtype is {config.dtype}, but the model's weights are {model.embed.weight.dtype}")
         self.config, self.model_config = config, model.config
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
         self.attention = choose_implementation(config.attention)
@@ -106,11 +66,10 @@ class Engine:
             max_queue=config.max_queue,
         )
         self.stats = EngineStats(slots=config.slots)
-        self._texts: dict[str, tuple[Detokenizer, list[str]]] = {}  # request id -> its pieces so far
-        self._outbox: deque[Delta] = deque()
-        self._streams: dict[str, deque[Delta]] = {}  # request id -> the stream that waits for it
-        cache_dtype = DTYPES[config.cache_dtype or config.dtype]
-        self._state = init_state(model.config, slots=config.slots, max_len=config.max_len, cache_dtype=cache_dtype)
+        self._tickets: dict[SequenceState, _Ticket] = {}
+        self._unqueued: dict[str, SequenceState] = {}  # of streams, by id, while the queue is full
+        self._outbox: list[Output] = []  # of submitted requests, for the next `step`
+        self._state = self._fresh_state()
         self.graph, self._params = nnx.split(model)
         self.programs = compile_programs(
             self.graph, self._params, self._state, self.scheduler.shapes, self.attention, on_compile
@@ -151,44 +110,54 @@ class Engine:
         More requests than the queue holds are queued as it empties. Closing the iterator cancels what is left.
         Raises ValueError at once, before any is queued, for a request that cannot be served.
         """
-        return self._stream(deque(self._check_all(as_requests(requests))))
+        return self._stream(self._check_all(as_requests(requests)))
 
-    def _stream(self, sequences: deque[SequenceState]) -> Iterator[Delta]:
-        left = {sequence.id for sequence in sequences}
+    def _stream(self, sequences: list[SequenceState]) -> Iterator[Delta]:
+        for sequence in sequences:  # again: others may have come since
+            self._check_id(sequence)
         inbox: deque[Delta] = deque()
+        left, queued = set(sequences), deque(sequences)
+        self._unqueued |= {sequence.id: sequence for sequence in sequences}
         try:
             while left:
-                while sequences and self.scheduler.queue_room:
-                    self._submit(sequences[0])
-                    self._streams[sequences.popleft().id] = inbox
-                self._turn()
+                while queued and (queued[0].finish_reason is not None or self.scheduler.queue_room):
+                    self._enter(queued.popleft(), inbox)
+                if not inbox:
+                    self._turn()
                 while inbox:
                     delta = inbox.popleft()
                     if delta.output is not None:
-                        left.discard(delta.id)
+                        left = {sequence for sequence in left if sequence.id != delta.id}
                     yield delta
         finally:
-            for request_id in left:
-                self._streams.pop(request_id, None)
-                self.cancel(request_id)
+            for sequence in left:  # nobody waits for what these still bring
+                if self._tickets.pop(sequence, None) is not None and sequence.finish_reason is None:
+                    self.scheduler.cancel(sequence.id, report=False)
+                elif self._unqueued.get(sequence.id) is sequence:
+                    del self._unqueued[sequence.id]
 
     def submit(self, request: Request) -> str:
         """Queue a request and return its id; its Output comes from a later `step`.
 
         Raises ValueError for a request that cannot be served, QueueFull when `max_queue` are waiting.
         """
-        self._submit(self._sequence(request))
-        return request.id
+        sequence = self._sequence(request)
+        self._check_id(sequence)
+        self._enter(sequence, None)
+        return sequence.id
 
     def cancel(self, request_id: str) -> bool:
         """End a request, wherever it is, with what it has. False if the id is unknown or has ended."""
-        return self.scheduler.cancel(request_id)
+        sequence = self._unqueued.pop(request_id, None)
+        if sequence is None:
+            return self.scheduler.cancel(request_id)
+        sequence.finish_reason, sequence.metrics.end = "cancelled", time.monotonic()
+        return True
 
     def step(self) -> list[Output]:
         """One turn; the Outputs of the submitted requests that ended."""
         self._turn()
-        outputs = [delta.output for delta in self._outbox if delta.output is not None]
-        self._outbox.clear()
+        outputs, self._outbox = self._outbox, []
         return outputs
 
     @property
@@ -206,9 +175,16 @@ class Engine:
         self.stats = EngineStats(slots=self.config.slots)
 
     def _turn(self) -> None:
-        """Plan, compute, commit, and put the pieces where they are waited for."""
-        turn = self.scheduler.plan()
-        self.finish(turn, self.run(turn))
+        """Plan, compute, commit. After an exception the rows on the device are in doubt: who has a slot ends with an
+        error, the queue goes on."""
+        try:
+            turn = self.scheduler.plan()
+            self.finish(turn, self.run(turn))
+        except BaseException as error:
+            self.scheduler.fail_running(f"the step failed: {type(error).__name__}: {error}")
+            del self._state  # before a new one is allocated; it may have been donated already
+            self._state = self._fresh_state()
+            raise
 
     def run(self, turn: Turn | None) -> np.ndarray:
         """Compute a turn of the scheduler's; its sampled tokens. The parts of `step`, for those who time them."""
@@ -222,50 +198,54 @@ class Engine:
         return np.asarray(sampled)
 
     def finish(self, turn: Turn | None, tokens: np.ndarray) -> None:
-        """Interpret a turn's tokens."""
+        """Interpret a turn's tokens, and put what they bring where it is waited for."""
         for sequence, token in self.scheduler.commit(turn, tokens):
-            self._deliver(self._delta(sequence, token))
+            self.stats.generated_tokens += token is not None
+            self._deliver(sequence, token)
 
-    def _deliver(self, delta: Delta) -> None:
-        inbox = self._streams.get(delta.id, self._outbox)
-        if delta.output is not None:
-            self._streams.pop(delta.id, None)
-        inbox.append(delta)
-
-    def _delta(self, sequence: SequenceState, token: int | None) -> Delta:
-        """The piece for a token, and the Output if it was the last."""
-        text, ended = None, sequence.finish_reason is not None
-        if self.tokenizer is not None:
-            detokenizer, pieces = self._texts[sequence.id]
+    def _deliver(self, sequence: SequenceState, token: int | None) -> None:
+        """A token, the end, or both."""
+        ended = sequence.finish_reason is not None
+        if ended:
+            self.stats.prompt_tokens += min(sequence.computed, len(sequence.prompt))
+        ticket = self._tickets.get(sequence)
+        if ticket is None:  # of a stream that was closed
+            return
+        text = None
+        if ticket.detokenizer is not None:
             # The token that stops a request has no text.
-            text = "" if token is None or sequence.finish_reason == "stop" else detokenizer.push(token)
-            text += detokenizer.flush() if ended else ""
-            pieces.append(text)
-        self.stats.generated_tokens += token is not None
-        output = self._output(sequence) if ended else None
-        return Delta(sequence.id, [] if token is None else [token], text, output)
+            text = "" if token is None or sequence.finish_reason == "stop" else ticket.detokenizer.push(token)
+            text += ticket.detokenizer.flush() if ended else ""
+            ticket.pieces.append(text)
+        output = None
+        if ended:
+            del self._tickets[sequence]
+            output = sequence.end(None if text is None else "".join(ticket.pieces))
+        if ticket.inbox is not None:
+            ticket.inbox.append(Delta(sequence.id, [] if token is None else [token], text, output))
+        elif output is not None:
+            self._outbox.append(output)
 
-    def _output(self, sequence: SequenceState) -> Output:
-        assert sequence.finish_reason is not None
-        self.stats.prompt_tokens += min(sequence.computed, len(sequence.prompt))
-        text = None if self.tokenizer is None else "".join(self._texts.pop(sequence.id)[1])
-        return Output(
-            id=sequence.id,
-            token_ids=sequence.output,
-            text=text,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            prompt_tokens=len(sequence.prompt),
-            completion_tokens=len(sequence.output),
-            seed=sequence.seed,
-            error=sequence.error,
-            metrics=sequence.metrics,
-        )
+    def _enter(self, sequence: SequenceState, inbox: deque[Delta] | None) -> None:
+        """Into the queue; or straight to its end, if it was cancelled before there was room."""
+        cancelled = sequence.finish_reason is not None
+        if not cancelled:
+            self.scheduler.submit(sequence)
+        self._unqueued.pop(sequence.id, None)
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
+        self._tickets[sequence] = _Ticket(inbox, detokenizer)
+        if cancelled:
+            self._deliver(sequence, None)
 
-    def _submit(self, sequence: SequenceState) -> None:
-        self.scheduler.submit(sequence)
-        if self.tokenizer is not None:
-            self._texts[sequence.id] = Detokenizer(self.tokenizer), []
+    def _check_id(self, sequence: SequenceState) -> None:
+        self.scheduler.check(sequence)
+        if sequence.id in self._unqueued:
+            raise ValueError(f"a request with id {sequence.id!r} is still running")
+
+    def _fresh_state(self) -> EngineState:
+        dtype = DTYPES[self.config.cache_dtype or self.config.dtype]
+        slots, max_len = self.config.slots, self.config.max_len
+        return init_state(self.model_config, slots=slots, max_len=max_len, cache_dtype=dtype)
 
     def _check_all(self, requests: Sequence[Request]) -> list[SequenceState]:
         sequences, ids = [], set()
@@ -275,13 +255,15 @@ class Engine:
                     raise ValueError(f"the id {request.id!r} is given twice")
                 ids.add(request.id)
                 sequences.append(self._sequence(request))
-                self.scheduler.check(sequences[-1])
+                self._check_id(sequences[-1])
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from None
         return sequences
 
     def _sequence(self, request: Request) -> SequenceState:
         """Tokenise and check everything that does not depend on other requests."""
+        if not isinstance(request, Request):
+            raise ValueError(f"expected a Request, not {type(request).__name__}")
         params, vocabulary = request.params, self.model_config.vocab_size
         prompt = self._prompt_ids(request)
         for name, ids in (("prompt_ids", prompt), ("stop_token_ids", params.stop_token_ids)):
@@ -298,7 +280,7 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer: give prompt_ids")
         if request.messages is not None:
-            return tuple(self.tokenizer.encode_chat([dict(message) for message in request.messages]))
+            return tuple(self.tokenizer.encode_chat(request.messages))
         assert request.prompt is not None
         ids = tuple(self.tokenizer.encode(request.prompt))
         if not ids:

@@ -40,7 +40,11 @@ class PlanShapes:
 
     @classmethod
     def choose(cls, slots: int, chunk_sizes: Sequence[int], block_q: int) -> "PlanShapes":
-        """Rows follow the work in a few steps: rows that are padding cost time, programs cost compilation."""
+        """Rows follow the work in a few steps: rows that are padding cost time, programs cost compilation.
+
+        With blocks, decode rows are 4, 16, 64 and `slots`; without, rows are 4, 8, 16, 32 and so on, `slots`, and
+        `slots` with each chunk size.
+        """
         sizes = sorted(set(chunk_sizes))
         if not sizes or any(size < 16 or size % 16 for size in sizes):
             raise ValueError(f"chunk_sizes must be positive multiples of 16, not {tuple(chunk_sizes)}")

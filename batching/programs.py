@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
@@ -22,10 +21,10 @@ def compile_programs(
     shapes: PlanShapes,
     implementation: str | None,
     on_compile: Callable[[int, int, float], None] | None = None,
-) -> dict[tuple[int, int], Any]:
+) -> dict[tuple[int, int], Program]:
     """(decode rows, chunk rows) -> compiled step. Calls `on_compile` with (done, of, seconds of the last)."""
     use_persistent_cache()
-    programs = {}
+    programs: dict[tuple[int, int], Program] = {}
     wanted = shapes.all()
     if on_compile is not None:
         on_compile(0, len(wanted), 0.0)

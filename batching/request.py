@@ -1,5 +1,6 @@
 """What a user asks and what comes back: `SamplingParams`, `Request`, `Output`, `Delta`, and their validation."""
 
+import numbers
 import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,13 +29,17 @@ class SamplingParams:
     ignore_eos: bool = False  # ignores the model's own end tokens, not `stop_token_ids`
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and as_int(self.max_tokens, "max_tokens") < 1:
+        for name in ("max_tokens", "seed"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_int(getattr(self, name), name))
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, int | float):
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, numbers.Real):
             raise ValueError(f"temperature must be a number, not {self.temperature!r}")
         if not 0 <= self.temperature <= LARGEST:
             raise ValueError(f"temperature must be finite and at least 0, not {self.temperature}")
-        if self.seed is not None and not 0 <= as_int(self.seed, "seed") < 2**64:
+        object.__setattr__(self, "temperature", float(self.temperature))
+        if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be in 0 .. 2**64 - 1, not {self.seed}")
         object.__setattr__(self, "stop_token_ids", as_token_ids(self.stop_token_ids, "stop_token_ids"))
         if not isinstance(self.ignore_eos, bool):
@@ -62,6 +67,8 @@ class Request:
             raise ValueError(f"prompt must be a string, not {type(self.prompt).__name__}")
         if self.prompt_ids is not None:
             object.__setattr__(self, "prompt_ids", as_token_ids(self.prompt_ids, "prompt_ids"))
+        if self.messages is not None:
+            check_messages(self.messages)
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"id must be a string that is not empty, not {self.id!r}")
         if not isinstance(self.params, SamplingParams):
@@ -125,6 +132,18 @@ class Delta:
     output: Output | None = None  # with the last piece
 
 
+def check_messages(messages: Any) -> None:
+    """Raises ValueError unless these are messages of a chat: a list of mappings with the texts "role" and "content"."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"messages must be a list that is not empty, not {messages!r}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"message {index} must have a role and a content, not be {message!r}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f"message {index}: {key!r} must be a string, not {message.get(key)!r}")
+
+
 def as_int(value: Any, name: str) -> int:
     """An integer of any kind (NumPy's included), never a bool or a float."""
     if isinstance(value, bool):
@@ -158,10 +177,10 @@ def as_requests(
                 if own is not None:
                     raise ValueError("a Request brings its own params")
                 requests.append(prompt)
-            elif isinstance(prompt, str):
-                requests.append(Request(prompt=prompt, params=own or SamplingParams()))
-            else:
-                requests.append(Request(prompt_ids=prompt, params=own or SamplingParams()))
+                continue
+            own = SamplingParams() if own is None else own
+            text = isinstance(prompt, str)
+            requests.append(Request(prompt=prompt, params=own) if text else Request(prompt_ids=prompt, params=own))
         except ValueError as error:
             raise ValueError(f"request {index}: {error}") from None
     return requests

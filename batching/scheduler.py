@@ -12,7 +12,7 @@ import numpy as np
 
 from batching.plan import FROM_DEVICE, BatchPlan, Chunk, PlanShapes, build_plan
 from batching.policies import Decision, Policy, View
-from batching.request import FinishReason, Metrics, QueueFull, SamplingParams
+from batching.request import FinishReason, Metrics, Output, QueueFull, SamplingParams
 
 
 @dataclass(eq=False)
@@ -36,6 +36,22 @@ class SequenceState:
     @property
     def prefilling(self) -> bool:
         return self.computed < len(self.prompt)
+
+    def end(self, text: str | None) -> Output:
+        """The Output of a request that has ended."""
+        assert self.finish_reason is not None
+        return Output(
+            id=self.id,
+            token_ids=self.output,
+            text=text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            prompt_tokens=len(self.prompt),
+            completion_tokens=len(self.output),
+            seed=self.seed,
+            error=self.error,
+            metrics=self.metrics,
+        )
 
 
 class Turn(NamedTuple):
@@ -101,14 +117,25 @@ class Scheduler:
         self._live[sequence.id] = sequence
         self.waiting.append(sequence)
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request with what it has, wherever it is. False if the id is unknown or has ended."""
+    def cancel(self, request_id: str, *, report: bool = True) -> bool:
+        """End a request with what it has, wherever it is. False if the id is unknown or has ended.
+
+        `report`: the next `commit` tells of it.
+        """
         sequence = self._live.get(request_id)
         if sequence is None:
             return False
         self._end(sequence, "cancelled")
-        self._ended.append(sequence)
+        if report:
+            self._ended.append(sequence)
         return True
+
+    def fail_running(self, reason: str) -> None:
+        """End every request that has a slot with an error: its rows are lost. Those in the queue are not concerned."""
+        for sequence in list(self.running):
+            sequence.error = reason
+            self._end(sequence, "error")
+            self._ended.append(sequence)
 
     @property
     def queue_room(self) -> int:

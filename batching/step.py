@@ -59,5 +59,5 @@ def step(
     logits = model.unembed(hidden[rows.sample_rows])
     positions = jnp.asarray(rows.positions)[rows.sample_rows] + 1  # of the tokens that are drawn
     sampled = sample(logits, jnp.asarray(rows.temperatures), jnp.asarray(rows.seeds), positions)
-    last_token = state.last_token.at[rows.sample_slots].set(jnp.maximum(sampled, 0), mode="drop")
+    last_token = state.last_token.at[rows.sample_slots].set(sampled, mode="drop")
     return EngineState(cache, last_token), sampled

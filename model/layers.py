@@ -22,11 +22,14 @@ ACTIVATIONS = {
 }
 
 
-def matmul(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:
-    """`x @ weight.T`, the one place that decides how a dense layer multiplies. Weights lie as in the checkpoints."""
+def matmul(x: Float[Array, "T I"], weight: Float[Array, "O I"], *, dtype=None) -> Float[Array, "T O"]:
+    """`x @ weight.T`, the one place that decides how a dense layer multiplies. Weights lie as in the checkpoints.
+
+    `dtype`: of the result, to which sums are rounded once; that of `x` if None.
+    """
     if cpu.takes_few_rows(x, weight):
         return cpu.few_rows_matmul(x, weight)
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 class Linear(nnx.Module):

@@ -103,6 +103,6 @@ class Transformer(nnx.Module):
         """Logits in float32, for the rows that are sampled only: the head is a large part of a small model."""
         with jax.named_scope("unembed"):
             weight = (self.head or self.embed).weight[...]
-            logits = matmul(self.final_norm(hidden), weight).astype(jnp.float32)
+            logits = matmul(self.final_norm(hidden), weight, dtype=jnp.float32)
             cap = self.config.final_soft_cap
             return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -5,7 +5,6 @@ Reads each live key and value once a tile of rows, on all of XLA's threads.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 def cpu_attention(q, k, v, slots, positions, *, num_decode, block_q, window, soft_cap, scale):
@@ -19,7 +18,7 @@ def cpu_attention(q, k, v, slots, positions, *, num_decode, block_q, window, sof
         v,
         slots,
         positions,
-        window=np.int64(window or 0),
-        soft_cap=np.float32(soft_cap or 0.0),
-        scale=np.float32(scale),
+        window=window or 0,
+        soft_cap=float(soft_cap or 0.0),
+        scale=float(scale),
     )

@@ -272,9 +272,9 @@ void Run(ffi::ThreadPool& pool, const Shape& s, ffi::AnyBuffer q, ffi::AnyBuffer
 }
 
 ffi::Error SlotAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slots,
-                         ffi::Buffer<ffi::S32> positions, ffi::Result<ffi::AnyBuffer> out, int64_t window, float soft_cap, float scale) {
+                         ffi::Buffer<ffi::S32> positions, ffi::Result<ffi::AnyBuffer> out, int64_t window, double soft_cap, double scale) {
   const auto qd = q.dimensions(), kd = k.dimensions();
-  const Shape s{qd[0], qd[1], qd[2], kd[0], kd[1], kd[2], window, soft_cap, scale};
+  const Shape s{qd[0], qd[1], qd[2], kd[0], kd[1], kd[2], window, static_cast<float>(soft_cap), static_cast<float>(scale)};
   const bool wide_q = q.element_type() == ffi::F32, wide_cache = k.element_type() == ffi::F32;
   const auto run = wide_q ? (wide_cache ? Run<float, float> : Run<float, uint16_t>) : (wide_cache ? Run<uint16_t, float> : Run<uint16_t, uint16_t>);
   run(pool, s, q, k, v, slots.typed_data(), positions.typed_data(), out->untyped_data());
@@ -293,5 +293,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarouselSlotAttention, SlotAttention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("window")
-                                  .Attr<float>("soft_cap")
-                                  .Attr<float>("scale"));
+                                  .Attr<double>("soft_cap")
+                                  .Attr<double>("scale"));

@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-import re
 from pathlib import Path
 
 import jax
@@ -147,13 +146,6 @@ def test_seeds(tiny):
     assert one.token_ids != other.token_ids, "the high word of a seed counts"
 
 
-def test_bfloat16(tiny):
-    model = load(DATA / "llama_tied_gqa4", dtype=jnp.bfloat16).model
-    config = EngineConfig(slots=2, max_len=S, dtype="bfloat16", cache_dtype="bfloat16")
-    output = Engine(model, config).generate([prompt_of(20, 3)], SamplingParams(max_tokens=8, temperature=0))[0]
-    assert output.completion_tokens == 8
-
-
 def test_submit_step_cancel(tiny):
     engine = Engine(tiny.model, EngineConfig(slots=2, max_len=S, max_queue=3))
     params = SamplingParams(max_tokens=6, temperature=0)
@@ -179,91 +171,7 @@ def test_submit_step_cancel(tiny):
     assert times.turns == 6
 
 
-def test_streams_beside_each_other_and_beside_submitted_requests(tiny):
-    """Each gets its own pieces, all of them, whoever turns the wheel."""
-    engine = Engine(tiny.model, EngineConfig(slots=3, max_len=S))
-    params = SamplingParams(max_tokens=5, temperature=0)
-    requests = [Request(prompt_ids=prompt_of(9, seed), params=params, id=str(seed)) for seed in range(4)]
-    expected = {output.id: output.token_ids for output in engine.generate(requests)}
-    engine.submit(requests[3])
-    streams = [engine.stream([requests[0], requests[1]]), engine.stream([requests[2]])]
-    got, open_streams = {}, list(streams)
-    while open_streams:
-        for stream in list(open_streams):
-            delta = next(stream, None)
-            if delta is None:
-                open_streams.remove(stream)
-            else:
-                got.setdefault(delta.id, []).extend(delta.token_ids)
-    assert got == {name: expected[name] for name in "012"}
-    outputs = []
-    while engine.unfinished:
-        outputs += engine.step()
-    assert [(output.id, output.token_ids) for output in outputs] == [("3", expected["3"])]
-
-
-def test_closing_a_stream_cancels_it(tiny):
-    engine = Engine(tiny.model, EngineConfig(slots=1, max_len=S))
-    stream = engine.stream([Request(prompt_ids=[3, 4], params=SamplingParams(max_tokens=50), id=name) for name in "ab"])
-    next(stream)
-    stream.close()
-    assert sorted(output.id for output in engine.step()) == ["a", "b"]
-    assert not engine.unfinished
-    assert engine.scheduler.free == [0]
-
-
 def test_more_requests_than_the_queue_holds(tiny):
     engine = Engine(tiny.model, EngineConfig(slots=2, max_len=S, max_queue=2))
     outputs = engine.generate([[5]] * 20, SamplingParams(max_tokens=2, temperature=0))
     assert len({tuple(output.token_ids) for output in outputs}) == 1
-
-
-REFUSED = [
-    ([[]], None, "request 0: the prompt has 0 tokens"),
-    ([[1], [320]], None, "request 1: prompt_ids holds 320; the vocabulary is 0 .. 319"),
-    ([[-1]], None, "request 0: prompt_ids holds -1"),
-    ([[1.5]], None, "request 0: each of prompt_ids must be an integer, not 1.5"),
-    ([[True]], None, "request 0: each of prompt_ids must be an integer, not True"),
-    (["text"], None, "request 0: the model has no tokenizer"),
-    ([[1] * (S + 1)], None, f"request 0: the prompt has {S + 1} tokens; a slot holds 1 to {S}"),
-    ([[1] * 90], SamplingParams(max_tokens=8), "90 tokens and max_tokens 8 need 97 positions; a slot holds 96"),
-    ([[1]], SamplingParams(stop_token_ids=(320,)), "stop_token_ids holds 320"),
-    ([[1]], [], "1 prompts and 0 params"),
-    ("text", None, "give a list of prompts, not one str"),
-    ([Request(prompt_ids=[1], id="x")] * 2, None, "request 1: the id 'x' is given twice"),
-    ([Request(prompt_ids=[1])], SamplingParams(), "request 0: a Request brings its own params"),
-]
-
-
-@pytest.mark.parametrize(("prompts", "params", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_refused_before_any_work(tiny, prompts, params, message, request):
-    engine = request.config.cache_of_engines = getattr(request.config, "cache_of_engines", None) or Engine(
-        tiny.model, EngineConfig(slots=2, max_len=S)
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        engine.generate(prompts, params)
-    assert not engine.unfinished
-    assert engine.stats.turns == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"slots": 0}, "slots must be at least 1, not 0"),
-        ({"slots": 2.0}, "slots must be an integer, not 2.0"),
-        ({"max_len": 0}, "max_len must be at least 1"),
-        ({"chunk_sizes": (100,)}, "chunk_sizes must be positive multiples of 16"),
-        ({"dtype": "float16"}, "dtype must be one of"),
-        ({"cache_dtype": "int8"}, "cache_dtype must be one of"),
-        ({"policy": "fastest"}, "policy 'fastest' is not one of"),
-        ({"attention": "cuda"}, "attention must be one of"),
-    ],
-)
-def test_engine_config_refuses(fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        EngineConfig(**fields)
-
-
-def test_a_slot_longer_than_the_model(tiny):
-    with pytest.raises(ValueError, match="max_len 4096 exceeds the model's 2048 positions"):
-        Engine(tiny.model, EngineConfig(max_len=4096))

@@ -39,6 +39,11 @@ def test_sampling_params_refuse(fields, message):
         ({"prompt": "a", "prompt_ids": [1]}, "not ['prompt', 'prompt_ids']"),
         ({"prompt": 5}, "prompt must be a string, not int"),
         ({"prompt_ids": {"a": 1}}, "prompt_ids must be a list of integers"),
+        ({"messages": 5}, "messages must be a list that is not empty, not 5"),
+        ({"messages": []}, "messages must be a list that is not empty, not []"),
+        ({"messages": [5]}, "message 0 must have a role and a content, not be 5"),
+        ({"messages": [[["role", "user"], ["content", "hi"]]]}, "message 0 must have a role and a content"),
+        ({"messages": [{"role": "user"}]}, "message 0: 'content' must be a string, not None"),
         ({"prompt": "a", "id": ""}, "id must be a string that is not empty, not ''"),
         ({"prompt": "a", "id": 7}, "id must be a string that is not empty, not 7"),
         ({"prompt": "a", "params": {"seed": 1}}, "params must be SamplingParams, not dict"),
@@ -70,7 +75,9 @@ def test_from_json_refuses_what_it_does_not_know():
 def test_numpy_integers_are_integers():
     ids = np.array([1, 2], np.int32)
     assert Request(prompt_ids=ids).prompt_ids == (1, 2)
-    assert SamplingParams(max_tokens=np.int64(3)).max_tokens == 3
+    params = SamplingParams(max_tokens=np.int8(100), seed=np.uint8(5), temperature=np.float32(0.5))
+    assert (params.max_tokens, params.seed, params.temperature) == (100, 5, 0.5)
+    assert {type(params.max_tokens), type(params.seed)} == {int}
 
 
 def test_ids_are_distinct():
