@@ -26,7 +26,6 @@ constexpr int kKeys = 64;                       // a block
 constexpr int kQueries = 4;                     // at a time
 constexpr int kTileQueries = 32;                // at most, G for each row
 
-typedef float Vec8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
@@ -51,25 +50,6 @@ inline Vec Exp(Vec x) {
   Vec scale;
   std::memcpy(&scale, &power, sizeof scale);
   return alive ? y * scale : Vec{};
-}
-
-inline void Transpose8(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
-  Vec8 a[8], b[8];
-  for (int i = 0; i < 8; i++) a[i] = *reinterpret_cast<const Vec8*>(in + i * in_stride);
-  for (int i = 0; i < 4; i++) {
-    b[2 * i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-    b[2 * i + 1] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-  }
-  for (int i = 0; i < 8; i += 4)
-    for (int j = 0; j < 2; j++) {
-      a[i + j] = __builtin_shufflevector(b[i + j], b[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      a[i + j + 2] = __builtin_shufflevector(b[i + j], b[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  for (int i = 0; i < 4; i++) {
-    *reinterpret_cast<Vec8*>(out + i * out_stride) = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    *reinterpret_cast<Vec8*>(out + (i + 4) * out_stride) =
-        __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
 }
 
 inline float ToFloat(float x) { return x; }

@@ -1,10 +1,9 @@
 // y = x @ w.T for few rows of x, as an XLA custom call: w is read once, at the memory's speed.
 //
-// A tile is kOut outputs times kRows rows: one accumulator each over the inputs, summed across its lanes at the end.
-// A result's arithmetic does not depend on how many rows there are or where its own is.
+// Rows of x are the lanes: x is transposed first, and each weight multiplies a vector of rows. A result is one sum in
+// the order of the inputs, so it does not depend on how many rows there are or where its own is.
 
-#include <cstring>
-#include <utility>
+#include <vector>
 
 #include "vector.h"
 
@@ -14,70 +13,70 @@ namespace {
 
 using namespace carousel;
 
-constexpr int kOut = 4;
-constexpr int kRows = kLanes / kOut;
+constexpr int kVectors = kLanes == 16 ? 4 : 2;  // of rows at a time, at most
+constexpr int kSums = kLanes == 16 ? 24 : 12;   // accumulators: what the registers hold besides operands
+constexpr int kShare = 48;                      // outputs a task: whole tiles of 12, 8 and 6
 
-// Lane `i` of the result takes this lane of (a, b): the first or second half of each group of kGroup lanes.
-template <int kGroup, bool kSecond>
-constexpr int Lane(int i) {
-  constexpr int kVector = kLanes / 2, kHalf = kGroup / 2;
-  const int j = i % kVector;
-  return i / kVector * kLanes + j / kHalf * kGroup + j % kHalf + (kSecond ? kHalf : 0);
-}
-
-template <int kGroup, int... i>
-inline Vec Halve(Vec a, Vec b, std::integer_sequence<int, i...>) {
-  return __builtin_shufflevector(a, b, Lane<kGroup, false>(i)...) + __builtin_shufflevector(a, b, Lane<kGroup, true>(i)...);
-}
-
-// The sums across the lanes of kLanes vectors, one a lane, each as the same tree.
-template <int kGroup = kLanes>
-inline Vec Sums(const Vec* v) {
-  if constexpr (kGroup == 1) {
-    return v[0];
-  } else {
-    Vec half[kGroup / 2];
-    for (int i = 0; i < kGroup / 2; i++) half[i] = Halve<kGroup>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, kLanes>());
-    return Sums<kGroup / 2>(half);
+// kOut outputs times V vectors of rows. xs: [inputs, stride], y: [rows, outputs] from row and output of the tile on.
+template <int V, int kOut>
+inline void Tile(const float* xs, int64_t stride, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs) {
+  Vec sum[kOut][V] = {};
+  for (int64_t i = 0; i < inputs; i++) {
+    if (i % 16 == 0)  // the weights that follow, a cache line of each output at a time
+      for (int o = 0; o < kOut; o++) __builtin_prefetch(w + (o + kOut) * inputs + i);
+    Vec x[V];
+    for (int v = 0; v < V; v++) x[v] = Load(xs + i * stride + v * kLanes);
+    for (int o = 0; o < kOut; o++)
+      for (int v = 0; v < V; v++) sum[o][v] += w[o * inputs + i] * x[v];
   }
+  for (int v = 0; v < V; v++)
+    for (int64_t r = v * kLanes; r < std::min<int64_t>(rows, (v + 1) * kLanes); r++)
+      for (int o = 0; o < kOut; o++) y[r * outputs + o] = sum[o][v][r - v * kLanes];
 }
 
-// R rows of x times kOut rows of w. With `fetch` the rows of w that follow are asked for.
-template <int R>
-inline void Tile(const float* w, const float* x, float* y, int64_t inputs, int64_t outputs, bool fetch) {
-  Vec sum[kRows * kOut] = {};
-  for (int64_t i = 0; i < inputs; i += kLanes) {
-    Vec weight[kOut];
-    for (int o = 0; o < kOut; o++) {
-      weight[o] = Load(w + o * inputs + i);
-      if (fetch) __builtin_prefetch(w + (o + kOut) * inputs + i);
-    }
-    for (int r = 0; r < R; r++) {
-      const Vec value = Load(x + r * inputs + i);
-      for (int o = 0; o < kOut; o++) sum[r * kOut + o] += weight[o] * value;
-    }
+// All of a task's outputs for up to V vectors of rows.
+template <int V>
+void Outputs(const float* xs, int64_t stride, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t count) {
+  constexpr int kOut = V == 1 ? kSums / 2 : kSums / V;
+  int64_t o = 0;
+  for (; o + kOut <= count; o += kOut) Tile<V, kOut>(xs, stride, w + o * inputs, y + o, rows, inputs, outputs);
+  for (; o < count; o++) Tile<V, 1>(xs, stride, w + o * inputs, y + o, rows, inputs, outputs);
+}
+
+template <int V = kVectors>
+void UpTo(int64_t vectors, const float* xs, int64_t stride, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t count) {
+  if (vectors >= V) return Outputs<V>(xs, stride, w, y, rows, inputs, outputs, count);
+  if constexpr (V > 1) UpTo<V - 1>(vectors, xs, stride, w, y, rows, inputs, outputs, count);
+}
+
+// x [rows, inputs] as [inputs, stride], zeros in the lanes that no row has.
+std::vector<float> Transposed(const float* x, int64_t rows, int64_t inputs, int64_t stride) {
+  std::vector<float> xs(inputs * stride);
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8) {
+    int64_t i = 0;
+    for (; i + 8 <= inputs; i += 8) Transpose8(x + r * inputs + i, inputs, xs.data() + i * stride + r, stride);
+    for (; i < inputs; i++)
+      for (int64_t j = r; j < r + 8; j++) xs[i * stride + j] = x[j * inputs + i];
   }
-  const Vec sums = Sums(sum);
-  for (int r = 0; r < R; r++) std::memcpy(y + r * outputs, reinterpret_cast<const float*>(&sums) + r * kOut, kOut * sizeof(float));
+  for (; r < rows; r++)
+    for (int64_t i = 0; i < inputs; i++) xs[i * stride + r] = x[r * inputs + i];
+  return xs;
 }
 
-template <int R>
-inline void Rest(int64_t rows, const float* w, const float* x, float* y, int64_t inputs, int64_t outputs, bool fetch) {
-  if (rows == R) return Tile<R>(w, x, y, inputs, outputs, fetch);
-  if constexpr (R > 1) Rest<R - 1>(rows, w, x, y, inputs, outputs, fetch);
-}
-
-// x [rows, inputs], w [outputs, inputs]; inputs are whole vectors, outputs multiples of kOut.
 ffi::Error FewRowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w, ffi::ResultBuffer<ffi::F32> y) {
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = w.dimensions()[0];
-  if (inputs % kLanes || outputs % kOut) return ffi::Error::InvalidArgument("sizes are not whole vectors");
-  const int64_t share = outputs > 8192 ? 256 : 32;  // outputs a task
-  const float *xs = x.typed_data(), *ws = w.typed_data();
+  const int64_t vectors = (rows + kLanes - 1) / kLanes, stride = vectors * kLanes;
+  const std::vector<float> transposed = Transposed(x.typed_data(), rows, inputs, stride);
+  const float *xs = transposed.data(), *ws = w.typed_data();
   float* ys = y->typed_data();
+  const int64_t share = outputs > 8192 ? 10 * kShare : kShare;
   Parallel(pool, (outputs + share - 1) / share, [=](int64_t task) {
-    for (int64_t o = task * share; o < std::min(outputs, (task + 1) * share); o += kOut)
-      for (int64_t r = 0; r < rows; r += kRows)
-        Rest<kRows>(std::min<int64_t>(kRows, rows - r), ws + o * inputs, xs + r * inputs, ys + r * outputs + o, inputs, outputs, r == 0);
+    const int64_t first = task * share, count = std::min(share, outputs - first);
+    for (int64_t v = 0; v < vectors; v += kVectors) {
+      const int64_t r = v * kLanes;
+      UpTo(vectors - v, xs + r, stride, ws + first * inputs, ys + r * outputs + first, rows - r, inputs, outputs, count);
+    }
   });
   return ffi::Error::Success();
 }

@@ -20,11 +20,33 @@ constexpr int kLanes = 8;
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 
+typedef float Vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+
 inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 
 inline void Prefetch(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+}
+
+// Eight rows of eight floats, transposed. Strides are in floats.
+inline void Transpose8(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+  Vec8 a[8], b[8];
+  for (int i = 0; i < 8; i++) a[i] = *reinterpret_cast<const Vec8*>(in + i * in_stride);
+  for (int i = 0; i < 4; i++) {
+    b[2 * i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    b[2 * i + 1] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      a[i + j] = __builtin_shufflevector(b[i + j], b[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      a[i + j + 2] = __builtin_shufflevector(b[i + j], b[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; i++) {
+    *reinterpret_cast<Vec8*>(out + i * out_stride) = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    *reinterpret_cast<Vec8*>(out + (i + 4) * out_stride) =
+        __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
 }
 
 // Runs f(0) .. f(tasks - 1) on the pool and on this thread. Waits for tasks that have begun, never for one that the
