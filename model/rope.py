@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from model.fields import boolean, positive_number
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -33,19 +35,20 @@ def apply_rope(x: Float[Array, "T heads H"], positions: Int[Array, " T"], rope: 
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def resolve_rope(parameters: dict[str, Any], head_dim: int, max_positions: int) -> Rope:
+def resolve_rope(
+    parameters: dict[str, Any], head_dim: int, max_positions: int, freq_factors: list[float] | None = None
+) -> Rope:
     """From HF's `rope_parameters` of one layer type: `rope_theta`, `rope_type`, and that type's own fields.
 
     `freq_factors` (a GGUF's `rope_freqs` tensor) divide the frequencies of the default type.
-    Raises ValueError for a type or a field that is not covered.
+    Raises ValueError for a type, a field or a value that is not covered.
     """
     fields = {name: value for name, value in parameters.items() if value is not None}
-    theta = float(fields.pop("rope_theta"))
-    kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
-    fields.pop("type", None)
+    theta = positive_number("rope_theta", fields.pop("rope_theta", None))
+    kind = fields.pop("rope_type", "default")
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported, only 1.0")
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ValueError(f"rope_type {kind!r} is not supported; supported are {sorted(_SCALINGS)}")
     if head_dim % 2:
         raise ValueError(f"RoPE needs an even head_dim, not {head_dim}")
@@ -56,49 +59,58 @@ def resolve_rope(parameters: dict[str, Any], head_dim: int, max_positions: int) 
         raise ValueError(f"rope_type {kind!r} needs the field {error.args[0]!r}") from None
     if fields:
         raise ValueError(f"rope_type {kind!r} has fields that are not supported: {sorted(fields)}")
+    if freq_factors is not None:
+        if kind != "default" or not isinstance(freq_factors, list) or len(freq_factors) != len(frequencies):
+            raise ValueError(f"rope_freq_factors must be {len(frequencies)} numbers, and rope_type 'default'")
+        frequencies = frequencies / [positive_number("rope_freq_factors", factor) for factor in freq_factors]
     return Rope(tuple(frequencies.tolist()), scale)
 
 
+def _number(fields: dict[str, Any], name: str, *default: Any) -> Any:
+    """A positive number, or the default as it is. Raises KeyError if it is not there and has no default."""
+    return default[0] if default and name not in fields else positive_number(name, fields.pop(name))
+
+
 def _default(frequencies, fields, theta, head_dim, max_positions):
-    factors = np.asarray(fields.pop("freq_factors", 1.0), np.float64)
-    if factors.shape not in ((), frequencies.shape):
-        raise ValueError(f"freq_factors has {factors.size} values, head_dim {head_dim} needs {frequencies.size}")
-    return frequencies / factors, 1.0
+    return frequencies, 1.0
 
 
 def _linear(frequencies, fields, theta, head_dim, max_positions):
-    fields.pop("original_max_position_embeddings", None)  # informative: the formula does not use it
-    return frequencies / float(fields.pop("factor")), 1.0
+    _number(fields, "original_max_position_embeddings", None)  # informative: the formula does not use it
+    return frequencies / _number(fields, "factor"), 1.0
 
 
 def _llama3(frequencies, fields, theta, head_dim, max_positions):
-    factor, low, high = (float(fields.pop(name)) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(fields.pop("original_max_position_embeddings"))
-    turns = original * frequencies / (2 * math.pi)  # full turns within the original context
+    factor, low, high = (_number(fields, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    if low >= high:
+        raise ValueError(f"low_freq_factor {low} is not below high_freq_factor {high}")
+    turns = _number(fields, "original_max_position_embeddings") * frequencies / (2 * math.pi)  # in the original context
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * frequencies / factor + smooth * frequencies, 1.0
 
 
 def _yarn(frequencies, fields, theta, head_dim, max_positions):
-    original = fields.pop("original_max_position_embeddings", max_positions)
-    factor = fields.pop("factor", None) or max_positions / original
-    fast, slow = fields.pop("beta_fast", None) or 32, fields.pop("beta_slow", None) or 1
-    mscale, mscale_all = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
+    original = _number(fields, "original_max_position_embeddings", max_positions)
+    factor = _number(fields, "factor", max_positions / original)
+    fast, slow = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
+    mscale, mscale_all = _number(fields, "mscale", None), _number(fields, "mscale_all_dim", None)
+    if slow >= fast or theta <= 1:
+        raise ValueError(f"beta_slow {slow} is not below beta_fast {fast}, or rope_theta {theta} is not above 1")
 
     def attention(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     scale = attention(mscale) / attention(mscale_all) if mscale and mscale_all else attention(1.0)
-    scale = float(fields.pop("attention_factor", scale))
+    scale = _number(fields, "attention_factor", scale)
 
     def dimension(turns: float) -> float:  # the component that makes `turns` turns within the original context
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(fast), dimension(slow)
-    if fields.pop("truncate", True):
+    if boolean("truncate", fields.pop("truncate", True)):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
     return frequencies / factor * ramp + frequencies * (1 - ramp), scale
 
 

@@ -15,6 +15,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders
 
+from model.files import read_json
 from model.tokenizer_gguf import NAMED_TOKENS, add_bos_and_eos, read_gguf_tokenizer
 
 
@@ -115,21 +116,27 @@ def _check_messages(messages: Any) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder, None if it has no tokenizer.json.
+    """The tokenizer of a Hugging Face folder, None if it has none.
 
     Raises:
-        ValueError: a file that is broken or contradicts another one, named in the message.
+        ValueError: a file that is broken or contradicts another one, named in the message; a vocabulary in another
+            form than tokenizer.json.
     """
     path = Path(folder) / "tokenizer.json"
     if not path.exists():
+        for other in (path.with_name(name) for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+            if other.exists():
+                make = "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+                raise ValueError(f"{other} is not read: tokenizer.json is needed beside it; to make it: {make}")
         return None
     try:
         core = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{path}: {error}") from error
     config_path, template_path = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
-    config = _read_object(config_path)
-    listed = _read_object(path.with_name("special_tokens_map.json")) | config
+    others = config_path, path.with_name("special_tokens_map.json")
+    config, special = (read_json(other) if other.exists() else {} for other in others)
+    listed = special | config
     template = _read(template_path) if template_path.exists() else None
     try:
         named = {name: _text(name, listed[name]) for name in NAMED_TOKENS if listed.get(name) is not None}
@@ -150,18 +157,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(_read(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold a JSON object, got {type(content).__name__}")
-    return content
 
 
 def _text(name: str, value: Any) -> str:

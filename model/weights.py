@@ -10,21 +10,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from model.config import ModelConfig
+from model.files import read_json
 
 INDEX = "model.safetensors.index.json"
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _CHUNK = 1 << 21  # values read from a file in one call
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object. Raises FileNotFoundError or ValueError, naming it."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 class Part(NamedTuple):
@@ -134,7 +124,7 @@ class SafetensorsWeights:
 
     def __init__(self, folder: Path) -> None:
         index_path = folder / INDEX
-        index = read_json(index_path)["weight_map"] if index_path.exists() else None
+        index = _weight_map(index_path) if index_path.exists() else None
         self._folder = folder
         self._tensors: dict[str, Any] = {}
         self._files: dict[str, Path] = {}
@@ -187,6 +177,16 @@ def _defect(path: Path) -> str:
     except (OSError, OverflowError, ValueError, TypeError, KeyError, AttributeError):
         pass  # the header itself is damaged
     return ""
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict):
+        raise ValueError(f"{path}: expected 'weight_map' to give the file of each tensor, found {names!r}")
+    for name, file in names.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{path}: 'weight_map' gives tensor {name!r} a file that is not in this folder: {file!r}")
+    return names
 
 
 def _shards(folder: Path, index: Mapping[str, str] | None) -> list[Path]:

@@ -17,8 +17,9 @@ from pallas_kernels.attention import BLOCK_Q, IMPLEMENTATIONS
 
 DATA = Path(__file__).parents[1] / "data"
 FAMILIES = sorted(path.name for path in DATA.iterdir() if (path / "expected.npz").exists())
-# float32 sums in another order: 1e-5 of the logits' deviation was seen, and a wrong norm weight gives 1e-1.
-TOLERANCE = 2e-4
+# float32 sums in another order: at most 3.0e-5 of the logits' deviation was seen; a wrong norm weight gives 1e-1, and
+# rms_norm_eps, in the data that have it large, 1e-3.
+TOLERANCE = 5e-5
 # A greedy choice is compared where the margin between the two best is above this.
 MARGIN = 1e-2
 
