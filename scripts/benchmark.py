@@ -1,10 +1,13 @@
 """Benchmark: one workload under several policies, alternating in one process, and what the machine could do at most.
 
 Compilation and a warm-up lie outside the window. Every request is queued at the start of a run. The limits, a large
-matrix product and a read of a large matrix, are measured before and after the runs.
+matrix product and a read of a large matrix, are measured before and after the runs. Requests that fail are counted
+apart: their tokens enter no figure.
+
+Exit status: 0; 1 if a request failed; 2 if something could not be run or written; 130 after Ctrl-C.
 """
 
-import json
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,8 +21,9 @@ from rich.table import Table
 
 from batching import Engine, EngineConfig
 from batching.policies import make_policy
+from scripts.command import Refused, Report, check_targets, exit_status, write_json
 from scripts.display import RunDisplay
-from scripts.figures import run_figures, system_figures
+from scripts.figures import failures, run_figures, system_figures
 from scripts.jobs import Job, Run, again, read_jobs, run_policy, warm_up
 from scripts.limits import Limits, measure_limits, request_flops
 from scripts.startup import make_engine
@@ -35,14 +39,17 @@ class Options:
     """Names with commas between; each runs --repeat times, in turns. The ratios are to the last one."""
     repeat: int = 3
     """Runs of each policy."""
-    json: Path | None = None
-    """Where all figures go."""
+    json: str | None = None
+    """Where all figures go, as one JSON object; - is stdout."""
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     """How requests are served; the policies are those of --policies."""
 
     def __post_init__(self) -> None:
-        for policy in self.policies.split(","):
-            make_policy(policy)
+        names = self.policies.split(",")
+        for name in names:
+            make_policy(name)
+        if len(set(names)) < len(names):
+            raise ValueError(f"policies must be different ones, not {self.policies}")
         if self.repeat < 1:
             raise ValueError(f"repeat must be at least 1, not {self.repeat}")
 
@@ -51,38 +58,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 1 if a request failed, 2 if nothing could be run."""
     options = tyro.cli(Options, prog="python -m scripts.benchmark", description=__doc__, args=argv)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        lines = [
-            (f"line {number}", line) for number, line in enumerate(options.workload.read_bytes().splitlines(), start=1)
-        ]
-        if options.json is not None:
-            with open(options.json, "a"):
-                pass
-        jobs = read_jobs(lines, {}, console.print)
-        engine, start_up = make_engine(options.model, options.engine, console)
-    except (OSError, ValueError) as error:
-        console.print(f"error: {error}", markup=False)
-        return 2
+    return exit_status(lambda report: benchmark(options, console, report), console)
+
+
+def benchmark(options: Options, console: Console, report: Report) -> int:
+    """Load, run, show. The exit status."""
+    jobs = read_workload(options, report)
+    engine, start_up = make_engine(options.model, options.engine, console)
     limits = [measure_limits()]
     warm_up(engine)
-    runs = run_all(engine, options, jobs, console)
+    runs = run_all(engine, options, jobs, console, report)
     limits.append(measure_limits())
-    figures = summary(engine, options, runs, limits) | {"start_up": start_up}
+    failed = failed_lines(jobs, runs)
+    figures = summary(engine, options, runs, limits) | {"failed_requests": len(failed), "start_up": start_up}
     console.print(table(figures))
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return int(any(job.output is None or job.output.finish_reason == "error" for job in jobs))
+    write_json(options.json, figures)
+    return int(bool(failed))
 
 
-def run_all(engine: Engine, options: Options, jobs: list[Job], console: Console) -> list[Run]:
-    """Each policy in turn, over and over, so that what else the machine does falls on all alike."""
+def read_workload(options: Options, report: Report) -> list[Job]:
+    """Raises Refused if no line of it is a request."""
+    model = options.model if os.path.isfile(options.model) else None
+    check_targets({"--workload": str(options.workload), "--model": model}, {"--json": options.json})
+    data = options.workload.read_bytes()
+    jobs = read_jobs([(f"line {n}", line) for n, line in enumerate(data.splitlines(), start=1)], {}, report)
+    if all(job.request is None for job in jobs):
+        raise Refused(f"{options.workload} has no request that can be served")
+    return jobs
+
+
+def failed_lines(jobs: list[Job], runs: list[Run]) -> set[str]:
+    """The lines that no run served, and those that failed in some run."""
+    failed = {output.id for run in runs for output in failures(run)}
+    return {job.where for job in jobs if job.id in failed or job.output is None or job.output.finish_reason == "error"}
+
+
+def run_all(engine: Engine, options: Options, jobs: list[Job], console: Console, report: Report) -> list[Run]:
+    """Each policy in turn, over and over, so that what else the machine does falls on all alike.
+
+    Raises Refused if the first run served nothing.
+    """
     runs: list[Run] = []
     for _ in range(options.repeat):
         for policy in options.policies.split(","):
             todo = again(jobs) if runs else jobs
-            with RunDisplay(console, engine, policy, len(todo)) as display:
-                how: dict[str, Any] = {"report": console.print, "on_turn": display.update}
+            with RunDisplay(console, engine, policy, sum(job.output is None for job in todo)) as display:
+                how: dict[str, Any] = {"report": report, "on_turn": display.update}
                 runs.append(run_policy(engine, policy, todo, **how, asked_to_stop=lambda: False))
+            if len(failures(runs[0])) == len(runs[0].outputs):
+                raise Refused("no request of the workload could be served")
     return runs
 
 
@@ -91,12 +115,13 @@ def summary(engine: Engine, options: Options, runs: list[Run], limits: list[Limi
     flops = sum(
         request_flops(engine.model_config, output.prompt_tokens, output.completion_tokens)
         for output in runs[0].outputs
-        if output.completion_tokens
+        if output.completion_tokens and output.finish_reason != "error"
     )
+    shown = [run_figures(run, runs[0]) for run in runs]
     peak = max(limit.flops_per_s for limit in limits)
     policies = {}
     for policy in dict.fromkeys(run.policy for run in runs):
-        speeds = [run.stats.generated_tokens / run.wall_s for run in runs if run.policy == policy]
+        speeds = [one["generated_tokens_per_s"] for one in shown if one["policy"] == policy]
         walls = [run.wall_s for run in runs if run.policy == policy]
         policies[policy] = {
             "tokens_per_s": statistics.median(speeds),
@@ -111,7 +136,7 @@ def summary(engine: Engine, options: Options, runs: list[Run], limits: list[Limi
         "workload_flops": flops,
         "limits": [limit._asdict() for limit in limits],
         "policies": policies,
-        "runs": [run_figures(run, runs[0]) for run in runs],
+        "runs": shown,
     }
 
 
@@ -134,7 +159,7 @@ def table(figures: dict[str, Any]) -> Table:
     for name, show in rows.items():
         result.add_row(name, *(show(policy) for policy in policies))
     before, after = figures["limits"]
-    result.caption = "limits before and after: " + ", ".join(
+    result.caption = f"failed requests: {figures['failed_requests']}\nlimits before and after: " + ", ".join(
         f"{one['flops_per_s'] / 1e9:.0f} GFLOP/s and {one['bytes_per_s'] / 1e9:.0f} GB/s" for one in (before, after)
     )
     return result

@@ -10,31 +10,46 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from batching import Engine
+from batching import Engine, Output
 from scripts.jobs import Run
 
 
 def run_figures(run: Run, first: Run) -> dict[str, Any]:
-    """Figures of a run; `different` lists the requests whose tokens are not those of the first run."""
-    expected = {output.id: output.token_ids for output in first.outputs}
-    metrics = [output.metrics for output in run.outputs if output.metrics is not None]
-    generated, speed = run.stats.generated_tokens, run.stats.generated_tokens / run.wall_s
+    """Figures of a run; `different` lists the requests whose tokens are not those of the first run.
+
+    Requests that failed are counted apart, and their tokens and times are in no figure but the turns they took.
+    """
+    good = [output for output in run.outputs if output.finish_reason != "error"]
+    expected = {output.id: output.token_ids for output in first.outputs if output.finish_reason != "error"}
+    metrics = [output.metrics for output in good if output.metrics is not None]
+    generated = generated_tokens(run)
     return {
         "policy": run.policy,
-        "requests": len(run.outputs),
+        "requests": len(good),
+        "failed_requests": len(failures(run)),
         "finish_reasons": dict(Counter(output.finish_reason for output in run.outputs)),
-        "prompt_tokens": run.stats.prompt_tokens,
+        "prompt_tokens": run.stats.prompt_tokens - sum(output.prompt_tokens for output in failures(run)),
         "generated_tokens": generated,
         "wall_s": run.wall_s,
-        "generated_tokens_per_s": speed,
-        "ratio_to_first": speed * first.wall_s / max(first.stats.generated_tokens, 1),
+        "generated_tokens_per_s": generated / run.wall_s,
+        "ratio_to_first": generated / run.wall_s * first.wall_s / max(generated_tokens(first), 1),
         "turns": run.stats.turns,
         "busy_share": run.stats.busy_share,
         "padding_share": run.stats.padding_share,
         "ttft_s": percentiles(m.tokens[0] - m.arrival for m in metrics if m.tokens),
         "tpot_s": percentiles((m.tokens[-1] - m.tokens[0]) / (len(m.tokens) - 1) for m in metrics if len(m.tokens) > 1),
-        "different": [output.id for output in run.outputs if output.token_ids != expected.get(output.id)],
+        "different": [output.id for output in good if output.token_ids != expected.get(output.id)],
     }
+
+
+def failures(run: Run) -> list[Output]:
+    """What the engine accepted and could not finish. Its prompt was computed: only then are there logits to fail on."""
+    return [output for output in run.outputs if output.finish_reason == "error"]
+
+
+def generated_tokens(run: Run) -> int:
+    """Of the requests that did not fail."""
+    return run.stats.generated_tokens - sum(output.completion_tokens for output in failures(run))
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float | None]:
@@ -71,6 +86,8 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
     if len(runs) > 1:
         rows["speed against " + runs[0]["policy"]] = lambda r: f"{r['ratio_to_first']:.2f} x"
         rows["same tokens"] = lambda r: f"{r['requests'] - len(r['different'])} of {r['requests']}"
+    if any(run["failed_requests"] for run in runs):
+        rows["failed requests"] = lambda r: f"{r['failed_requests']}"
     table = Table("")
     for run in runs:
         table.add_column(run["policy"], justify="right")

@@ -3,7 +3,10 @@
 Prompts come from the command line, from a file with one JSON request per line, or from both; without any, two dozen
 built-in ones show what continuous batching does. Results go to stdout or --out, progress and figures to stderr.
 
-Exit status: 0; 1 if a request ended with an error; 2 if nothing could be run; 130 after Ctrl-C.
+A line without an id has that of its place: line-1, line-2, ...; prompt-1, ... on the command line.
+
+Exit status: 0; 1 if a request ended with an error; 2 if something could not be run or written, such as a model that
+does not load, a cache that does not fit into memory, or a full disk or closed pipe; 130 after Ctrl-C.
 """
 
 import json
@@ -14,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import tyro
 from rich.console import Console
@@ -22,9 +25,10 @@ from rich.console import Console
 from batching import Engine, EngineConfig, Request, SamplingParams
 from batching.policies import make_policy
 from scripts import STARTED
+from scripts.command import STDOUT, Report, check_targets, exit_status, opened, say, write_json
 from scripts.display import RunDisplay
 from scripts.figures import run_figures, runs_table, system_figures
-from scripts.jobs import Job, OrderedWriter, Report, Run, again, interruptible, read_jobs, run_policy, warm_up
+from scripts.jobs import Job, OrderedWriter, Run, again, interruptible, read_jobs, run_policy, warm_up
 from scripts.prompts import PROMPTS
 from scripts.startup import make_engine, start_up_line
 
@@ -44,7 +48,7 @@ class Options:
     compare: tuple[str, ...] = ()
     """Further policies to run the same requests under afterwards, in the same process, for a table of both."""
     json: str | None = None
-    """Where the figures go, as one JSON object."""
+    """Where the figures go, as one JSON object; - is stdout, and answers for a person then go to stderr."""
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     """How requests are served."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingParams] = field(default_factory=SamplingParams)
@@ -53,6 +57,8 @@ class Options:
     def __post_init__(self) -> None:
         for policy in self.compare:
             make_policy(policy)
+        if self.chat and not self.prompt:
+            raise ValueError("--chat is for prompts on the command line; a line of --prompts has messages instead")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,29 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, prog="python -m scripts.generate", description=__doc__, args=argv)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
 
-    def report(text: str) -> None:
-        console.print(text, markup=False)
+    def run(report: Report) -> int:
+        model = options.model if os.path.isfile(options.model) else None
+        check_targets({"--prompts": options.prompts, "--model": model}, {"--out": options.out, "--json": options.json})
+        return answer(options, read_jobs(input_lines(options), asdict(options.sampling), report), console, report)
 
-    try:
-        check_writable(options)
-        jobs = read_jobs(input_lines(options), asdict(options.sampling), report)
-    except OSError as error:
-        report(f"error: {error}")
-        return 2
-    try:
-        return answer(options, jobs, console, report)
-    except KeyboardInterrupt:
-        return 130
-
-
-def check_writable(options: Options) -> None:
-    """Raises OSError before the model is loaded rather than after the work is done."""
-    for path in (options.out, options.json):
-        if path not in (None, "-"):
-            with open(path, "a"):
-                pass
-            if options.prompts not in (None, "-") and os.path.samefile(path, options.prompts):
-                raise OSError(f"{path} is the input")
+    return exit_status(run, console)
 
 
 def input_lines(options: Options) -> list[tuple[str, bytes]]:
@@ -90,7 +79,7 @@ def input_lines(options: Options) -> list[tuple[str, bytes]]:
     lines: list[tuple[str, bytes]] = []
     for number, text in enumerate(options.prompt, start=1):
         fields = {"messages": [{"role": "user", "content": text}]} if options.chat else {"prompt": text}
-        lines.append((f"prompt {number}", json.dumps({"id": f"prompt-{number}", **fields}).encode()))
+        lines.append((f"prompt {number}", json.dumps(fields).encode()))
     if options.prompts is not None:
         data = sys.stdin.buffer.read() if options.prompts == "-" else Path(options.prompts).read_bytes()
         lines += [(f"line {number}", line) for number, line in enumerate(data.splitlines(), start=1)]
@@ -101,11 +90,7 @@ def input_lines(options: Options) -> list[tuple[str, bytes]]:
 
 def answer(options: Options, jobs: list[Job], console: Console, report: Report) -> int:
     """Load, serve, show. The exit status."""
-    try:
-        engine, start_up = make_engine(options.model, options.engine, console)
-    except (OSError, ValueError) as error:
-        report(f"error: {error}")
-        return 2
+    engine, start_up = make_engine(options.model, options.engine, console)
     with interruptible() as asked_to_stop:
         serving = Serving(engine, console, report, asked_to_stop)
         if options.compare:
@@ -146,37 +131,34 @@ class Serving:
 @contextmanager
 def results(options: Options, jobs: list[Job]) -> Iterator[OrderedWriter | None]:
     """Where results go. JSON Lines are written as requests end, text for a person afterwards; so too after an error."""
-    text = options.out is None or (options.out != "-" and sys.stdout.isatty())
+    text = options.out is None or (options.out != STDOUT and sys.stdout.isatty())
     with ExitStack() as stack:
         if text:
-            stack.callback(print_answers, jobs)
+            stack.callback(print_answers, jobs, sys.stderr if options.json == STDOUT else sys.stdout)
         if options.out is None:
             yield None
             return
-        file = sys.stdout if options.out == "-" else stack.enter_context(open(options.out, "w"))
-        writer = OrderedWriter(jobs, file)
+        writer = OrderedWriter(jobs, stack.enter_context(opened(options.out)))
         stack.callback(writer.close)
         yield writer
 
 
-def print_answers(jobs: list[Job]) -> None:
-    """The first words of each prompt and its answer, on stdout."""
+def print_answers(jobs: list[Job], file: TextIO) -> None:
+    """The first words of each prompt and its answer."""
     for job in jobs:
         if job.output is None or job.request is None:
             continue
         output = job.output
         answer = output.error or (str(output.token_ids) if output.text is None else output.text.strip())
         ended = f"{output.prompt_tokens} + {output.completion_tokens} tokens, {output.finish_reason}"
-        print(f"[{job.id}] {first_words(job.request)} ({ended})")
-        print(textwrap.indent(answer, "    "), end="\n\n")
+        say(f"[{job.id}] {first_words(job.request)} ({ended})\n{textwrap.indent(answer, '    ')}\n", file)
 
 
 def first_words(request: Request) -> str:
     if request.prompt_ids is not None:
         return f"{len(request.prompt_ids)} token ids"
     text = request.prompt if request.messages is None else str(request.messages[-1].get("content"))
-    # A lone surrogate cannot be printed.
-    return textwrap.shorten((text or "").encode(errors="replace").decode(), 72, placeholder=" ...")
+    return textwrap.shorten(text or "", 72, placeholder=" ...")
 
 
 def conclude(options: Options, engine: Engine, runs: list[Run], start_up: dict[str, Any], console: Console) -> None:
@@ -189,9 +171,7 @@ def conclude(options: Options, engine: Engine, runs: list[Run], start_up: dict[s
         if run["different"]:
             console.print(f"{run['policy']}: other tokens than {figures[0]['policy']} in {', '.join(run['different'])}")
     console.print(start_up_line(start_up))
-    if options.json is not None:
-        whole = system_figures(options.model, engine) | {"start_up": start_up, "runs": figures}
-        Path(options.json).write_text(json.dumps(whole, indent=2) + "\n")
+    write_json(options.json, system_figures(options.model, engine) | {"start_up": start_up, "runs": figures})
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@ import contextlib
 import json
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 from batching import Engine, Output, Request, SamplingParams
 from batching.engine import EngineStats
-
-Report = Callable[[str], None]  # shows one line to the person
+from scripts.command import Report
 
 
 @dataclass
@@ -45,28 +44,45 @@ def read_jobs(lines: Iterable[tuple[str, bytes]], defaults: Mapping[str, Any], r
     `defaults`: sampling fields for what a line leaves out.
     """
     jobs: list[Job] = []
-    ids: set[str] = set()
+    taken: set[str] = set()
     for where, line in lines:
         if not line.strip():
             continue
         job = Job(where, id=where.replace(" ", "-"))
         jobs.append(job)
         try:
-            fields = json.loads(line)
-            if isinstance(fields, dict) and isinstance(fields.get("id"), str):
-                job.id = fields["id"]
-            request = Request.from_json(fields, defaults)
-            if request.id in ids:
-                raise ValueError(f"the id {request.id!r} is that of an earlier line")
-            ids.add(request.id)
-            job.id, job.request = request.id, request
+            _read(job, line, defaults, taken)
         except UnicodeDecodeError as error:
             job.fail(f"not UTF-8: {error}", report)
         except json.JSONDecodeError as error:
             job.fail(f"not JSON: {error}", report)
-        except (ValueError, RecursionError) as error:  # RecursionError: lists too deep
+        except RecursionError:
+            job.fail("lists or objects nested too deep", report)
+        except ValueError as error:
             job.fail(str(error), report)
+        taken.add(job.id)
     return jobs
+
+
+def _read(job: Job, line: bytes, defaults: Mapping[str, Any], taken: Set[str]) -> None:
+    """Gives the job its request. A line that names no id has that of its place. Raises ValueError."""
+    fields = json.loads(line, object_pairs_hook=_unique)
+    if isinstance(fields, dict):
+        given = fields.setdefault("id", job.id)
+        if isinstance(given, str) and given:
+            job.id = given
+    if job.id in taken:
+        raise ValueError(f"the id {job.id!r} is that of an earlier line")
+    job.request = Request.from_json(fields, defaults)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's fields; of a key that is there twice nobody could tell which is meant."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} is given more than once")
+    return fields
 
 
 def serve(
@@ -79,6 +95,7 @@ def serve(
 ) -> float:
     """Serve the jobs that have no output yet and return the seconds it took; each ends with an output.
 
+    Not by `Engine.stream`, which refuses all requests for a bad one: here a bad one ends alone.
     `on_turn` is called with the number of outputs so far. Once `asked_to_stop` is true, what is left is cancelled.
     """
     todo = [job for job in jobs if job.output is None]

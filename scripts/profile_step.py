@@ -3,10 +3,13 @@
 Each part runs over all layers as a program of its own, on the shapes, weights and cache of the whole step, and is timed
 in turns with it; host is planning before the step and interpreting its tokens after it. What the parts do not explain
 is shown as such: on the device parts may overlap or be fused.
+
+Exit status: 0; 2 if something could not be run or written; 130 after Ctrl-C.
 """
 
 import functools
-import json
+import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -28,6 +31,7 @@ from batching.plan import FROM_DEVICE, BatchPlan, Chunk, build_plan
 from model.layers import normed
 from model.sampling import sample
 from model.transformer import Transformer
+from scripts.command import Refused, check_targets, exit_status, naming, write_json
 from scripts.figures import system_figures
 from scripts.limits import Limits, Work, attention_work, dense, linear_work, measure_limits
 from scripts.startup import make_engine
@@ -47,10 +51,10 @@ class Options:
     """Tokens of that prompt that are in the cache already."""
     repeat: int = 15
     """Times that the turn and each part are timed, in turns; the medians count."""
-    json: Path | None = None
-    """Where the figures go."""
-    picture: Path | None = None
-    """Where a picture goes (PNG or SVG; needs matplotlib)."""
+    json: str | None = None
+    """Where the figures go, as one JSON object; - is stdout."""
+    picture: str | None = None
+    """Where a picture goes: a .png or .svg file; needs matplotlib."""
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     """How requests are served."""
 
@@ -62,6 +66,10 @@ class Options:
             raise ValueError(f"length, and behind + chunk, must fit in max_len {most}")
         if self.rows + self.chunk < 1 or min(self.chunk, self.behind) < 0 or self.repeat < 1:
             raise ValueError("a turn needs rows or a chunk, and repeat at least 1")
+        if self.chunk > max(self.engine.chunk_sizes) or self.rows > self.engine.max_queue:
+            raise ValueError("chunk must fit in the largest of chunk_sizes, and rows in max_queue")
+        if self.picture is not None and Path(self.picture).suffix not in (".png", ".svg"):
+            raise ValueError(f"picture must end in .png or .svg, not {self.picture}")
 
 
 def make_plan(engine: Engine, options: Options) -> BatchPlan:
@@ -147,7 +155,7 @@ def work_of(engine: Engine, plan: BatchPlan) -> dict[str, Work]:
 
 def host_seconds(engine: Engine, options: Options) -> float:
     """Planning and interpreting a turn of so many decode rows: the median over turns of real requests."""
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=min(12, engine.config.max_len), temperature=0.0, ignore_eos=True)
     for _ in range(max(options.rows, 1)):
         engine.submit(Request(prompt_ids=[3], params=params))
     taken = []
@@ -160,7 +168,7 @@ def host_seconds(engine: Engine, options: Options) -> float:
         engine.finish(turn, tokens)
         taken.append(planned + time.perf_counter() - start)
     engine.step()  # takes the outputs away
-    return statistics.median(taken[2:])
+    return statistics.median(taken[2:] or taken)
 
 
 def profile(engine: Engine, options: Options) -> dict[str, Any]:
@@ -223,7 +231,7 @@ def table(result: dict[str, Any]) -> Table:
     return shown
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any], path: str) -> None:
     """Bars of the parts, with the time that each would take at the machine's limits drawn inside."""
     from matplotlib.figure import Figure
 
@@ -238,22 +246,28 @@ def draw(result: dict[str, Any], path: Path) -> None:
     shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items() if value)
     axes.set(xlabel="milliseconds", title=f"one turn: {shape} ({result['turn_s'] * 1e3:.1f} ms)")
     axes.legend(loc="lower right")
-    figure.savefig(path, dpi=150)
+    with naming(path):
+        figure.savefig(path, dpi=150)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
     options = tyro.cli(Options, prog="python -m scripts.profile_step", description=__doc__, args=argv)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        engine, _ = make_engine(options.model, options.engine, console)
-    except (OSError, ValueError) as error:
-        console.print(f"error: {error}", markup=False)
-        return 2
+    return exit_status(lambda _: show(options, console), console)
+
+
+def show(options: Options, console: Console) -> int:
+    """Load, time, show. The exit status."""
+    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise Refused("--picture needs matplotlib")
+    model = options.model if os.path.isfile(options.model) else None
+    check_targets({"--model": model}, {"--json": options.json, "--picture": options.picture})
+    engine, _ = make_engine(options.model, options.engine, console)
     with console.status("timing"):
         result = profile(engine, options)
     console.print(table(result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(system_figures(options.model, engine) | result, indent=2) + "\n")
+    write_json(options.json, system_figures(options.model, engine) | result)
     if options.picture is not None:
         draw(result, options.picture)
     return 0

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from batching import Engine, EngineConfig
 from scripts import STARTED
+from scripts.command import Refused
 from scripts.display import CompileDisplay
 
 MB = 1e6
@@ -41,7 +42,7 @@ class CompileCounts:
 
 
 def make_engine(model: str, config: EngineConfig, console: Console) -> tuple[Engine, dict[str, Any]]:
-    """Loads and compiles. The dictionary holds the figures of it."""
+    """Loads and compiles. The dictionary holds the figures of it. Raises Refused, or OSError, if it cannot be."""
     start = time.monotonic()
     with CompileCounts() as counts, CompileDisplay(console) as display:
 
@@ -49,7 +50,10 @@ def make_engine(model: str, config: EngineConfig, console: Console) -> tuple[Eng
             counts.add(done, seconds)
             display.show(done, of, counts.seconds)
 
-        engine = Engine.from_pretrained(model, config, progress=True, on_compile=on_compile)
+        try:
+            engine = Engine.from_pretrained(model, config, progress=True, on_compile=on_compile)
+        except (ValueError, OverflowError) as error:  # OverflowError: a size that no machine has
+            raise Refused(str(error)) from error
     return engine, {
         "import_s": start - STARTED,
         "load_s": time.monotonic() - start - counts.seconds,

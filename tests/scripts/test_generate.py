@@ -37,7 +37,7 @@ BAD = {  # line -> a part of the reason
     '{"prompt_ids": [1], "stop_token_ids": [5000]}': "5000",
     '{"prompt_ids": [1], "temperature": -1}': "temperature",
     '{"prompt_ids": [1], "temperature": NaN}': "temperature",
-    '{"prompt_ids": [1], "temperature": 1%s}' % ("0" * 400): "",
+    '{"prompt_ids": [1], "temperature": 1%s}' % ("0" * 400): "temperature must be finite",
     '{"prompt_ids": [1], "max_tokens": 0}': "max_tokens",
     '{"prompt_ids": [1], "max_tokens": 33}': "33",
     '{"prompt_ids": %s}' % ([1] * 33): "33 tokens",
@@ -45,7 +45,11 @@ BAD = {  # line -> a part of the reason
     '{"prompt_ids": [1], "id": "one"}': "'one'",
     '{"prompt": "a text"}': "tokenizer",
     '{"messages": [{"role": "user", "content": "a text"}]}': "tokenizer",
-    "[" * 100_000: "",
+    '{"messages": 5}': "list",
+    '{"messages": [5]}': "message 0",
+    '{"prompt_ids": [1], "max_tokens": 3, "max_tokens": 4}': "'max_tokens' is given more than once",
+    '{"messages": [{"role": "user", "content": "a", "content": "b"}]}': "'content' is given more than once",
+    "[" * 100_000: "nested too deep",
     '{"prompt": "\xff"}': "UTF-8",
 }
 
@@ -80,7 +84,7 @@ def test_good_lines(tmp_path, capsys):
         assert 0 < run["busy_share"] <= 1
         assert 0 <= run["padding_share"] < 1
         assert run["ttft_s"]["p50"] <= run["ttft_s"]["p90"] < run["wall_s"]
-    assert figures["start_up"]["programs"] == 2
+    assert figures["start_up"]["programs"] >= 2
     assert figures["start_up"]["first_token_s"] > figures["start_up"]["compile_s"] > 0
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -133,6 +137,7 @@ def test_text_for_a_person(tmp_path, capsys):
         (["--prompts", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["--out", "no-such-folder/out.jsonl"], "no-such-folder"),
         (["--json", "."], "directory"),
+        (["--out", "-", "--json", "-"], "--json and --out are the same"),
         (["--model", "no-such-model"], "no-such-model"),
         (["--max-len", "4096"], "4096"),
     ],
@@ -144,7 +149,14 @@ def test_what_cannot_be_run(arguments, reason, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--slots", "0"], ["--chunk-sizes", "7"], ["--dtype", "int4"], ["--max-tokens", "0"], ["--compare", "fastest"]],
+    [
+        ["--slots", "0"],
+        ["--chunk-sizes", "7"],
+        ["--dtype", "int4"],
+        ["--max-tokens", "0"],
+        ["--compare", "fastest"],
+        ["--chat"],
+    ],
 )
 def test_options_without_a_meaning(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -156,6 +168,39 @@ def test_the_input_is_not_overwritten(tmp_path, capsys):
     path = write_lines(tmp_path / "in.jsonl", [json.dumps(GOOD[0])])
     assert main([*TINY, "--prompts", path, "--out", path]) == 2
     assert json.loads(Path(path).read_text()) == GOOD[0]
+
+
+def test_figures_on_stdout_alone(tmp_path, capsys):
+    path = write_lines(tmp_path / "in.jsonl", [json.dumps(GOOD[0])])
+    assert main([*TINY, "--prompts", path, "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["runs"][0]["generated_tokens"] == 6
+    assert "[one] 3 token ids" in shown.err
+
+
+def test_every_output_can_be_told_from_the_others(tmp_path, capsys):
+    lines = [
+        '{"prompt_ids": [1], "max_tokens": 1}',
+        '{"prompt_ids": [2], "max_tokens": 1, "id": "line-5"}',
+        '{"prompt_ids": [3], "max_tokens": 1, "id": "line-1"}',
+        "not JSON",
+        '{"prompt_ids": [4], "max_tokens": 1}',
+        '{"prompt_ids": [], "id": "six"}',
+        '{"prompt_ids": [4], "max_tokens": 1, "id": "six"}',
+    ]
+    assert main([*TINY, "--prompts", write_lines(tmp_path / "in.jsonl", lines), "--out", "-"]) == 1
+    outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ids = ["line-1", "line-5", "line-1", "line-4", "line-5", "six", "six"]
+    assert [output["id"] for output in outputs] == ids
+    for index in (2, 4, 6):
+        assert outputs[index]["error"] == f"the id '{ids[index]}' is that of an earlier line"
+    assert [outputs[index]["finish_reason"] for index in (0, 1)] == ["length", "length"]
+
+
+def test_an_id_that_cannot_be_printed(tmp_path, capsys):
+    path = write_lines(tmp_path / "in.jsonl", [r'{"prompt_ids": [1], "max_tokens": 1, "id": "a\ud800b"}'])
+    assert main([*TINY, "--prompts", path]) == 0
+    assert capsys.readouterr().out.startswith("[a?b] 1 token ids")
 
 
 def test_ctrl_c_keeps_what_ended(tmp_path, monkeypatch, capsys):
@@ -210,6 +255,7 @@ def test_positional_prompts_as_text_and_as_chat():
         read_jobs(input_lines(Options(prompt=("Hello", "Bye"), chat=chat)), {}, pytest.fail) for chat in (False, True)
     )
     assert [job.request.prompt for job in text if job.request] == ["Hello", "Bye"]
+    assert [job.request.id for job in text if job.request] == ["prompt-1", "prompt-2"]
     assert [job.request.messages for job in chat if job.request] == [
         [{"role": "user", "content": "Hello"}],
         [{"role": "user", "content": "Bye"}],
