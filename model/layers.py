@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from model.config import LayerConfig, ModelConfig
 from model.kv_cache import LayerCache
-from model.rope import apply_rope
+from model.rope import Rotation, apply_rope
 from pallas_kernels import cpu
 from pallas_kernels.attention import slot_attention
 
@@ -72,9 +72,9 @@ class Attention(nnx.Module):
         self.k_norm = make_norm(config, dtype, sizes[1]) if sizes else None
 
     def project(
-        self, x: Float[Array, "T D"], positions: Int[Array, " T"]
+        self, x: Float[Array, "T D"], rotation: Rotation | None
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-        """Queries, keys and values, normalised and rotated."""
+        """Queries, keys and values, normalised, and rotated where the layer has RoPE."""
         config, H = self.config, self.config.head_dim
         q, k, v = jnp.split(self.qkv(x), [config.num_heads * H, (config.num_heads + config.num_kv_heads) * H], axis=-1)
         if config.qk_norm == "full":
@@ -82,8 +82,8 @@ class Attention(nnx.Module):
         q, k, v = (part.reshape(x.shape[0], -1, H) for part in (q, k, v))
         if config.qk_norm == "head":
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
-        if self.layer.rope is not None:
-            q, k = apply_rope(q, positions, self.layer.rope), apply_rope(k, positions, self.layer.rope)
+        if rotation is not None:
+            q, k = apply_rope(q, rotation), apply_rope(k, rotation)
         return q, k, v
 
     def attend(
@@ -105,10 +105,16 @@ class Attention(nnx.Module):
         return out.reshape(q.shape[0], -1), cache
 
     def __call__(
-        self, x: Float[Array, "T D"], cache: LayerCache, slots: Int[Array, " T"], positions: Int[Array, " T"], **how
+        self,
+        x: Float[Array, "T D"],
+        rotation: Rotation | None,
+        cache: LayerCache,
+        slots: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        **how,
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         """`how`: as `attend`."""
-        out, cache = self.attend(*self.project(x, positions), cache, slots, positions, **how)
+        out, cache = self.attend(*self.project(x, rotation), cache, slots, positions, **how)
         return self.o(out), cache
 
 

@@ -26,11 +26,18 @@ class Rope:
     scale: float = 1.0
 
 
-def apply_rope(x: Float[Array, "T heads H"], positions: Int[Array, " T"], rope: Rope) -> Float[Array, "T heads H"]:
-    """Rotate each row by its position. Angles and the rotation are float32 whatever `x` is; the result is `x.dtype`."""
+Rotation = tuple[Float[Array, "T H/2"], Float[Array, "T H/2"]]  # cos and sin of each row's angles
+
+
+def rotation(positions: Int[Array, " T"], rope: Rope) -> Rotation:
+    """Float32, and the same for every layer with this RoPE: cosines cost more than what is done with them."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.frequencies, jnp.float32)[None, :]
-    cos = (jnp.cos(angles) * rope.scale)[:, None, :]
-    sin = (jnp.sin(angles) * rope.scale)[:, None, :]
+    return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
+
+
+def apply_rope(x: Float[Array, "T heads H"], rotation: Rotation) -> Float[Array, "T heads H"]:
+    """Rotate each row by its position, in float32 whatever `x` is; the result is `x.dtype`."""
+    cos, sin = (part[:, None, :] for part in rotation)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from model.config import LayerConfig, ModelConfig
 from model.kv_cache import KVCache, LayerCache
 from model.layers import MLP, Attention, Linear, MixtureOfExperts, init_normal, make_norm, matmul, normed
+from model.rope import Rope, Rotation, rotation
 
 
 class Embedding(nnx.Module):
@@ -29,29 +30,19 @@ class Layer(nnx.Module):
         self.post_mlp_norm = make_norm(config, dtype) if config.post_norm else None
 
     def __call__(
-        self,
-        x: Float[Array, "T D"],
-        cache: LayerCache,
-        slots,
-        positions,
-        *,
-        num_decode: int,
-        implementation: str | None,
+        self, x: Float[Array, "T D"], rotation: Rotation | None, cache: LayerCache, slots, positions, **how
     ) -> tuple[Float[Array, "T D"], LayerCache]:
-        inner = normed(self.input_norm, x)
-        inner, cache = self.attention(
-            inner, cache, slots, positions, num_decode=num_decode, implementation=implementation
-        )
+        """`how`: as `Attention.attend`."""
+        inner, cache = self.attention(normed(self.input_norm, x), rotation, cache, slots, positions, **how)
         x = x + normed(self.post_attention_norm, inner)
         inner = self.mlp(normed(self.mlp_norm, x))
         return x + normed(self.post_mlp_norm, inner), cache
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_decode", "implementation"))
-def run_layer(params, x, cache, slots, positions, *, graph, num_decode, implementation):
+def run_layer(params, x, rotation, cache, slots, positions, *, graph, **how):
     """A function of its own, so that layers of one kind are traced once; XLA inlines it."""
-    layer = nnx.merge(graph, params)
-    return layer(x, cache, slots, positions, num_decode=num_decode, implementation=implementation)
+    return nnx.merge(graph, params)(x, rotation, cache, slots, positions, **how)
 
 
 class Transformer(nnx.Module):
@@ -82,13 +73,14 @@ class Transformer(nnx.Module):
             x = self.embed.weight[...][tokens]
             if self.config.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
-        layer_caches = []
+        rotations, layer_caches = self.rotations(positions), []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 graph, params = nnx.split(layer)
                 x, layer_cache = run_layer(
                     params,
                     x,
+                    rotations[layer.attention.layer.rope],
                     cache[index],
                     slots,
                     positions,
@@ -98,6 +90,12 @@ class Transformer(nnx.Module):
                 )
                 layer_caches.append(layer_cache)
         return x, tuple(layer_caches)
+
+    def rotations(self, positions: Int[Array, " T"]) -> dict[Rope | None, Rotation | None]:
+        """What each kind of RoPE in the model turns these rows by."""
+        ropes = dict.fromkeys(layer.rope for layer in self.config.layers)
+        with jax.named_scope("rope"):
+            return {rope: None if rope is None else rotation(positions, rope) for rope in ropes}
 
     def unembed(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Logits in float32, for the rows that are sampled only: the head is a large part of a small model."""

@@ -96,8 +96,10 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
         return lambda: jax.block_until_ready(program(params, *inputs))
 
     def qkv(model: Transformer, x):
+        rotations = model.rotations(rows.positions)
         for layer in model.layers:
-            q, _, _ = layer.attention.project(normed(layer.input_norm, x), rows.positions)
+            rotation = rotations[layer.attention.layer.rope]
+            q, _, _ = layer.attention.project(normed(layer.input_norm, x), rotation)
             x = x + 1e-30 * q[:, 0, :1]  # so that layers come one after the other, as they do in the step
         return x
 
@@ -129,6 +131,7 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
         return sample(logits, rows.temperatures, rows.seeds, rows.positions[rows.sample_rows])
 
     return {
+        "launch": part(lambda model, tokens: tokens + 1, rows.tokens),
         "embedding": part(lambda model, tokens: model.embed.weight[...][jnp.maximum(tokens, 0)], rows.tokens),
         "QKV": part(qkv, hidden),
         "attention": attention,
@@ -189,6 +192,8 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
             taken[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(times[1:]) for name, times in taken.items()}
     turn = medians.pop("step") + host
+    launch = medians["launch"]  # of a program that does nothing: in the time of every part, and once in the step's
+    medians = {name: max(taken_s - launch, 0.0) for name, taken_s in medians.items()} | {"launch": launch}
     work = work_of(engine, plan)
     rows = {name: figures(taken_s, work.get(name, Work()), turn, limits) for name, taken_s in medians.items()}
     rows["host"] = figures(host, Work(), turn, limits)
@@ -204,6 +209,7 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
 
 
 def figures(taken_s: float, work: Work, turn: float, limits: Limits) -> dict[str, float]:
+    taken_s = max(taken_s, 1e-9)
     return {
         "s": taken_s,
         "share": taken_s / turn,

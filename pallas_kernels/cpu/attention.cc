@@ -24,7 +24,7 @@ using namespace carousel;
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // of accumulators a query, so that they and their operands fit the registers
 constexpr int kKeys = 64;                       // a block
 constexpr int kQueries = 4;                     // at a time
-constexpr int kTileQueries = 32;                // at most, G for each row
+constexpr int kTileQueries = 96;                // at most, G for each row
 
 
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }

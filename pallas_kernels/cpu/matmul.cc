@@ -15,7 +15,7 @@ using namespace carousel;
 
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // of rows at a time, at most
 constexpr int kSums = kLanes == 16 ? 24 : 12;   // accumulators: what the registers hold besides operands
-constexpr int kShare = 48;                      // outputs a task: whole tiles of 12, 8 and 6
+constexpr int kShare = 48;                      // outputs: whole tiles of 12, 8 and 6
 
 // kOut outputs times V vectors of rows. xs: [inputs, stride], y: [rows, outputs] from row and output of the tile on.
 template <int V, int kOut>
@@ -70,7 +70,8 @@ ffi::Error FewRowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   const std::vector<float> transposed = Transposed(x.typed_data(), rows, inputs, stride);
   const float *xs = transposed.data(), *ws = w.typed_data();
   float* ys = y->typed_data();
-  const int64_t share = outputs > 8192 ? 10 * kShare : kShare;
+  // A few tasks a thread: enough to even out, few enough that most tiles have had their weights fetched ahead.
+  const int64_t share = std::max<int64_t>(1, outputs / (pool.num_threads() * 3 * kShare)) * kShare;
   Parallel(pool, (outputs + share - 1) / share, [=](int64_t task) {
     const int64_t first = task * share, count = std::min(share, outputs - first);
     for (int64_t v = 0; v < vectors; v += kVectors) {
