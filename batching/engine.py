@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jax
 import numpy as np
-from flax import nnx
 
 from batching.config import DTYPES, EngineConfig, EngineStats
 from batching.plan import PlanShapes
@@ -17,7 +15,7 @@ from batching.policies import make_policy
 from batching.programs import compile_programs
 from batching.request import Delta, Metrics, Output, Request, SamplingParams, as_requests
 from batching.scheduler import Scheduler, SequenceState, Turn
-from batching.step import EngineState, init_state
+from batching.step import EngineState, init_state, split_model
 from model.checkpoint import load
 from model.kv_cache import cache_bytes
 from model.tokenizer import Detokenizer, Tokenizer
@@ -70,12 +68,12 @@ class Engine:
         self._unqueued: dict[str, SequenceState] = {}  # of streams, by id, while the queue is full
         self._outbox: list[Output] = []  # of submitted requests, for the next `step`
         self._state = self._fresh_state()
-        self.graph, self._params = nnx.split(model)
+        self.graph, self._weights = split_model(model)
         self.programs = compile_programs(
-            self.graph, self._params, self._state, self.scheduler.shapes, self.attention, on_compile
+            self.graph, self._weights, self._state, self.scheduler.shapes, self.attention, on_compile
         )
         self.cache_bytes = cache_bytes(self._state.cache)
-        self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        self.weight_bytes = sum(weight.nbytes for weight in self._weights)
 
     @classmethod
     def from_pretrained(
@@ -190,7 +188,7 @@ class Engine:
         """Compute a turn of the scheduler's; its sampled tokens. The parts of `step`, for those who time them."""
         if turn is None:
             return np.empty(0, np.int32)
-        self._state, sampled = self.programs[turn.plan.shape](self._params, self._state, turn.plan.rows)
+        self._state, sampled = self.programs[turn.plan.shape](self._weights, self._state, turn.plan.rows)
         self.stats.turns += 1
         self.stats.busy_slots += turn.busy
         self.stats.rows += len(turn.plan.rows.tokens)

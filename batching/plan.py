@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,19 +10,19 @@ FROM_DEVICE = -1  # as a row's token: the last token sampled in the row's slot, 
 
 
 class Rows(NamedTuple):
-    """What the step is given, as NumPy arrays. T token rows, of which M are sampled.
+    """What the step is given: NumPy arrays outside, traced ones inside. T token rows, of which M are sampled.
 
     The first `num_decode` rows are decode rows, at most one a slot; then come the prompt chunks, each padded to a
     multiple of `block_q` rows. Padding rows, and padding among the sampled rows, carry slot B: one past the last.
     """
 
-    tokens: np.ndarray  # int32 [T]; FROM_DEVICE: take the slot's last token
-    slots: np.ndarray  # int32 [T]
-    positions: np.ndarray  # int32 [T]
-    sample_rows: np.ndarray  # int32 [M]: which rows
-    sample_slots: np.ndarray  # int32 [M]: whose last token each becomes
-    temperatures: np.ndarray  # float32 [M]
-    seeds: np.ndarray  # uint32 [M, 2]: high and low word
+    tokens: Any  # int32 [T]; FROM_DEVICE: take the slot's last token
+    slots: Any  # int32 [T]
+    positions: Any  # int32 [T]
+    sample_rows: Any  # int32 [M]: which rows
+    sample_slots: Any  # int32 [M]: whose last token each becomes
+    temperatures: Any  # float32 [M]
+    seeds: Any  # uint32 [M, 2]: high and low word
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class PlanShapes:
     def choose(cls, slots: int, chunk_sizes: Sequence[int], block_q: int) -> "PlanShapes":
         """Rows follow the work in a few steps: rows that are padding cost time, programs cost compilation.
 
-        With blocks, decode rows are 4, 16, 64 and `slots`; without, rows are 4, 8, 16, 32 and so on, `slots`, and
-        `slots` with each chunk size.
+        With blocks, decode rows are 4, 16, 64 and `slots`; without, rows are 4, 8, 16, 32, 48, 64, 128 and so on,
+        `slots`, and `slots` with each chunk size.
         """
         sizes = sorted(set(chunk_sizes))
         if not sizes or any(size < 16 or size % 16 for size in sizes):
@@ -51,8 +51,9 @@ class PlanShapes:
         if block_q > 1:
             return cls(slots, (*(rows for rows in (4, 16, 64) if rows < slots), slots), tuple(sizes), block_q)
         most = slots + sizes[-1]
-        ladder = {4 << step for step in range(most.bit_length()) if 4 << step < most}
-        return cls(slots, (0,), tuple(sorted(ladder | {slots, *(slots + size for size in sizes)})), block_q)
+        ladder = {48, *(4 << step for step in range(most.bit_length()))}
+        wanted = {slots, *(slots + size for size in sizes)} | {rows for rows in ladder if rows < most}
+        return cls(slots, (0,), tuple(sorted(wanted)), block_q)
 
     def all(self) -> list[tuple[int, int]]:
         """Every (decode rows, chunk rows) that a plan can have."""

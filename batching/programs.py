@@ -6,17 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from flax import nnx
 
 from batching.plan import PlanShapes
-from batching.step import EngineState, step
+from batching.step import EngineState, ModelGraph, step
 
 Program = Callable[..., tuple[EngineState, jax.Array]]
 
 
 def compile_programs(
-    graph: nnx.GraphDef,
-    params: nnx.State,
+    graph: ModelGraph,
+    weights: tuple[jax.Array, ...],
     state: EngineState,
     shapes: PlanShapes,
     implementation: str | None,
@@ -31,7 +30,7 @@ def compile_programs(
     for done, (num_decode, chunk) in enumerate(wanted, start=1):
         start = time.perf_counter()
         lowered = step.lower(
-            params,
+            weights,
             state,
             shapes.empty(num_decode, chunk),
             graph=graph,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from batching.plan import Rows
 from model.config import ModelConfig
 from model.kv_cache import KVCache, init_cache
 from model.sampling import sample
+from model.transformer import Transformer
 
 
 @jax.tree_util.register_dataclass
@@ -21,6 +23,23 @@ class EngineState:
 
     cache: KVCache
     last_token: Int[Array, " B"]  # sampled last in each slot
+
+
+class ModelGraph(NamedTuple):
+    """A model without its weights. They go to the step as a flat tuple, which costs a launch least."""
+
+    graph: nnx.GraphDef
+    structure: jax.tree_util.PyTreeDef
+
+    def model(self, weights: tuple[jax.Array, ...]) -> Transformer:
+        return nnx.merge(self.graph, jax.tree.unflatten(self.structure, weights))
+
+
+def split_model(model: Transformer) -> tuple[ModelGraph, tuple[jax.Array, ...]]:
+    """The model's graph and its weights."""
+    graph, state = nnx.split(model)
+    weights, structure = jax.tree.flatten(state)
+    return ModelGraph(graph, structure), tuple(weights)
 
 
 def init_state(config: ModelConfig, *, slots: int, max_len: int, cache_dtype) -> EngineState:
@@ -37,11 +56,11 @@ def init_state(config: ModelConfig, *, slots: int, max_len: int, cache_dtype) ->
 
 @partial(jax.jit, static_argnames=("graph", "num_decode", "implementation"), donate_argnames="state")
 def step(
-    params: nnx.State,
+    weights: tuple[jax.Array, ...],
     state: EngineState,
     rows: Rows,
     *,
-    graph: nnx.GraphDef,
+    graph: ModelGraph,
     num_decode: int,
     implementation: str | None,
 ) -> tuple[EngineState, Int[Array, " M"]]:
@@ -49,7 +68,7 @@ def step(
 
     Returns the new state and the sampled tokens, -1 where a row's logits are not finite.
     """
-    model = nnx.merge(graph, params)
+    model = graph.model(weights)
     # Padding rows read slot 0's last token by clamping; what they compute goes nowhere.
     known = jnp.minimum(rows.slots, state.last_token.shape[0] - 1)
     tokens = jnp.where(rows.tokens < 0, state.last_token[known], rows.tokens)
@@ -57,7 +76,7 @@ def step(
         tokens, rows.slots, rows.positions, state.cache, num_decode=num_decode, implementation=implementation
     )
     logits = model.unembed(hidden[rows.sample_rows])
-    positions = jnp.asarray(rows.positions)[rows.sample_rows] + 1  # of the tokens that are drawn
-    sampled = sample(logits, jnp.asarray(rows.temperatures), jnp.asarray(rows.seeds), positions)
+    positions = rows.positions[rows.sample_rows] + 1  # of the tokens that are drawn
+    sampled = sample(logits, rows.temperatures, rows.seeds, positions)
     last_token = state.last_token.at[rows.sample_slots].set(sampled, mode="drop")
     return EngineState(cache, last_token), sampled

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -82,9 +81,9 @@ def make_plan(engine: Engine, options: Options) -> BatchPlan:
 
 def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
     """Name -> a function that runs that part over all layers and waits for it."""
-    graph, params, rows = engine.graph, engine._params, jax.tree.map(jnp.asarray, plan.rows)
+    graph, weights, rows = engine.graph, engine._weights, jax.tree.map(jnp.asarray, plan.rows)
     T, config = len(plan.rows.tokens), engine.model_config
-    dtype = jax.tree.leaves(params)[0].dtype
+    dtype = weights[0].dtype
     hidden = jax.random.normal(jax.random.key(0), (T, config.width), dtype)
     heads = jax.random.normal(jax.random.key(1), (T, config.num_heads, config.head_dim), dtype)
     kv = jax.random.normal(jax.random.key(2), (T, config.num_kv_heads, config.head_dim), dtype)
@@ -92,8 +91,8 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
     how = {"num_decode": plan.num_decode, "implementation": engine.attention}
 
     def part(run: Callable[..., Any], *inputs: Any) -> Callable[[], Any]:
-        program = jax.jit(lambda params, *inputs: run(nnx.merge(graph, params), *inputs))
-        return lambda: jax.block_until_ready(program(params, *inputs))
+        program = jax.jit(lambda weights, *inputs: run(graph.model(weights), *inputs))
+        return lambda: jax.block_until_ready(program(weights, *inputs))
 
     def qkv(model: Transformer, x):
         rotations = model.rotations(rows.positions)
@@ -114,16 +113,16 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
         return x
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def attend(params, cache, q):
+    def attend(weights, cache, q):
         written = []
-        for layer, layer_cache in zip(nnx.merge(graph, params).layers, cache, strict=True):
+        for layer, layer_cache in zip(graph.model(weights).layers, cache, strict=True):
             out, layer_cache = layer.attention.attend(q, kv, kv, layer_cache, rows.slots, rows.positions, **how)
             q = q + 1e-30 * out.reshape(q.shape)
             written.append(layer_cache)
         return q, tuple(written)
 
     def attention() -> None:
-        out, cache = attend(params, engine._state.cache, heads)
+        out, cache = attend(weights, engine._state.cache, heads)
         engine._state = replace(engine._state, cache=cache)
         jax.block_until_ready(out)
 
@@ -145,7 +144,7 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
 def work_of(engine: Engine, plan: BatchPlan) -> dict[str, Work]:
     """Flops and bytes of each part for the rows that are live: what padding costs counts as time lost."""
     config, live = engine.model_config, plan.rows.slots < engine.config.slots
-    itemsize = jax.tree.leaves(engine._params)[0].dtype.itemsize
+    itemsize = engine._weights[0].dtype.itemsize
     cache_itemsize = jax.tree.leaves(engine._state.cache)[0].dtype.itemsize
     sampled = int((plan.rows.sample_slots < engine.config.slots).sum())
     return linear_work(config, plan.live_rows, itemsize) | {
@@ -180,7 +179,7 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
     program, parts = engine.programs[plan.shape], parts_of(engine, plan)
 
     def step() -> None:
-        engine._state, sampled = program(engine._params, engine._state, plan.rows)
+        engine._state, sampled = program(engine._weights, engine._state, plan.rows)
         np.asarray(sampled)
 
     host = host_seconds(engine, options)
@@ -195,7 +194,9 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
     launch = medians["launch"]  # of a program that does nothing: in the time of every part, and once in the step's
     medians = {name: max(taken_s - launch, 0.0) for name, taken_s in medians.items()} | {"launch": launch}
     work = work_of(engine, plan)
-    rows = {name: figures(taken_s, work.get(name, Work()), turn, limits) for name, taken_s in medians.items()}
+    # What takes less than a tenth of a launch is lost in its noise: such a part has a time, but no rates.
+    shown = {name: work.get(name, Work()) if taken_s > launch / 10 else Work() for name, taken_s in medians.items()}
+    rows = {name: figures(taken_s, shown[name], turn, limits) for name, taken_s in medians.items()}
     rows["host"] = figures(host, Work(), turn, limits)
     return {
         "shape": {"rows": options.rows, "length": options.length, "chunk": options.chunk, "behind": options.behind},
@@ -209,14 +210,13 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
 
 
 def figures(taken_s: float, work: Work, turn: float, limits: Limits) -> dict[str, float]:
-    taken_s = max(taken_s, 1e-9)
     return {
         "s": taken_s,
         "share": taken_s / turn,
         "flops": work.flops,
         "bytes": work.bytes,
-        "share_of_matrix_rate": work.flops / taken_s / limits.flops_per_s,
-        "share_of_memory_rate": work.bytes / taken_s / limits.bytes_per_s,
+        "share_of_matrix_rate": work.flops / taken_s / limits.flops_per_s if work.flops else 0.0,
+        "share_of_memory_rate": work.bytes / taken_s / limits.bytes_per_s if work.bytes else 0.0,
     }
 
 

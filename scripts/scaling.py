@@ -122,7 +122,7 @@ def decode(engine: Engine, rows: int, length: int) -> Sample:
     plan, taken = build_plan(engine.scheduler.shapes, chunks, []), []
     for _ in range(TURNS):
         start = time.perf_counter()
-        engine._state, sampled = engine.programs[plan.shape](engine._params, engine._state, plan.rows)
+        engine._state, sampled = engine.programs[plan.shape](engine._weights, engine._state, plan.rows)
         np.asarray(sampled)
         taken.append(time.perf_counter() - start)
     return taken, [plan]

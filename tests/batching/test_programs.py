@@ -18,7 +18,7 @@ S = 96
     ("attention", "programs"),
     [
         ("xla", [(4, 0), (4, 16), (4, 64), (5, 0), (5, 16), (5, 64)]),
-        (None, [(0, n) for n in (4, 5, 8, 16, 21, 32, 64, 69)]),
+        (None, [(0, n) for n in (4, 5, 8, 16, 21, 32, 48, 64, 69)]),
     ],
 )
 def test_nothing_compiles_after_warm_up(attention, programs):

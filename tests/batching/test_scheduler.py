@@ -221,7 +221,7 @@ def test_shapes_follow_the_busy_slots():
 
 def test_without_blocks_rows_are_counted_together():
     shapes = PlanShapes.choose(16, (128,), 1)
-    assert shapes.all() == [(0, n) for n in (4, 8, 16, 32, 64, 128, 144)]
+    assert shapes.all() == [(0, n) for n in (4, 8, 16, 32, 48, 64, 128, 144)]
     assert shapes.fit(5, 0) == (0, 8)
     assert shapes.fit(5, 4) == (0, 16)
     assert shapes.budget(5) == 139
