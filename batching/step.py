@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class ModelGraph(NamedTuple):
     """A model without its weights. They go to the step as a flat tuple, which costs a launch least."""
 
     graph: nnx.GraphDef
-    structure: jax.tree_util.PyTreeDef
+    structure: Any  # of the tree that the weights were
 
     def model(self, weights: tuple[jax.Array, ...]) -> Transformer:
         return nnx.merge(self.graph, jax.tree.unflatten(self.structure, weights))
