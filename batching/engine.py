@@ -114,8 +114,8 @@ class Engine:
         for sequence in sequences:  # again: others may have come since
             self._check_id(sequence)
         inbox: deque[Delta] = deque()
-        left, queued = set(sequences), deque(sequences)
-        self._unqueued |= {sequence.id: sequence for sequence in sequences}
+        left, queued = {sequence.id: sequence for sequence in sequences}, deque(sequences)
+        self._unqueued |= left
         try:
             while left:
                 while queued and (queued[0].finish_reason is not None or self.scheduler.queue_room):
@@ -125,10 +125,10 @@ class Engine:
                 while inbox:
                     delta = inbox.popleft()
                     if delta.output is not None:
-                        left = {sequence for sequence in left if sequence.id != delta.id}
+                        del left[delta.id]
                     yield delta
         finally:
-            for sequence in left:  # nobody waits for what these still bring
+            for sequence in left.values():  # nobody waits for what these still bring
                 if self._tickets.pop(sequence, None) is not None and sequence.finish_reason is None:
                     self.scheduler.cancel(sequence.id, report=False)
                 elif self._unqueued.get(sequence.id) is sequence:
@@ -227,9 +227,9 @@ class Engine:
     def _enter(self, sequence: SequenceState, inbox: deque[Delta] | None) -> None:
         """Into the queue; or straight to its end, if it was cancelled before there was room."""
         cancelled = sequence.finish_reason is not None
-        if not cancelled:
+        if not cancelled:  # else its id may be another's by now
             self.scheduler.submit(sequence)
-        self._unqueued.pop(sequence.id, None)
+            self._unqueued.pop(sequence.id, None)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         self._tickets[sequence] = _Ticket(inbox, detokenizer)
         if cancelled:

@@ -127,6 +127,20 @@ def test_cancel_reaches_a_request_that_is_not_queued_yet(tiny):
     assert idle(engine)
 
 
+def test_the_id_of_a_request_cancelled_before_it_was_queued_may_come_again(tiny):
+    engine = Engine(tiny.model, EngineConfig(slots=2, max_len=S, chunk_sizes=(16,), max_queue=1))
+    first = engine.stream([request_of(name) for name in "abcde"])
+    next(first)
+    assert engine.cancel("e")
+    second = engine.stream([request_of("x"), request_of("e", seed=1)])
+    next(second)
+    ends = [delta.output.finish_reason for delta in first if delta.output is not None and delta.id == "e"]
+    assert ends == ["cancelled"]
+    got = [token for delta in second if delta.id == "e" for token in delta.token_ids]
+    assert got == expected_of(tiny, request_of("e", seed=1))["e"]
+    assert idle(engine)
+
+
 def test_cancel_from_within_a_stream(tiny, engine):
     ends = {}
     for delta in engine.stream([request_of("a", 30), request_of("b", 6)]):
