@@ -1,10 +1,12 @@
 """What every command does at its edges: where results go, and one line with an exit status for what goes wrong."""
 
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
@@ -69,6 +71,18 @@ def check_targets(inputs: Mapping[str, str | None], targets: Mapping[str, str | 
                 pass
             if new:
                 os.unlink(path)
+
+
+def check_picture(path: str | None) -> None:
+    """For a script's options. Raises ValueError for a picture of a kind that is not drawn."""
+    if path is not None and Path(path).suffix not in (".png", ".svg"):
+        raise ValueError(f"picture must end in .png or .svg, not {path}")
+
+
+def check_matplotlib(picture: str | None) -> None:
+    """Before long work rather than after it. Raises Refused where a picture is asked for and cannot be drawn."""
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise Refused("--picture needs matplotlib")
 
 
 def _same(path: str, other: str) -> bool:

@@ -8,14 +8,12 @@ Exit status: 0; 2 if something could not be run or written; 130 after Ctrl-C.
 """
 
 import functools
-import importlib.util
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +28,7 @@ from batching.plan import FROM_DEVICE, BatchPlan, Chunk, build_plan
 from model.layers import normed
 from model.sampling import sample
 from model.transformer import Transformer
-from scripts.command import Refused, check_targets, exit_status, naming, write_json
+from scripts.command import check_matplotlib, check_picture, check_targets, exit_status, naming, write_json
 from scripts.figures import system_figures
 from scripts.limits import Limits, Work, attention_work, dense, linear_work, measure_limits
 from scripts.startup import make_engine
@@ -67,8 +65,7 @@ class Options:
             raise ValueError("a turn needs rows or a chunk, and repeat at least 1")
         if self.chunk > max(self.engine.chunk_sizes) or self.rows > self.engine.max_queue:
             raise ValueError("chunk must fit in the largest of chunk_sizes, and rows in max_queue")
-        if self.picture is not None and Path(self.picture).suffix not in (".png", ".svg"):
-            raise ValueError(f"picture must end in .png or .svg, not {self.picture}")
+        check_picture(self.picture)
 
 
 def make_plan(engine: Engine, options: Options) -> BatchPlan:
@@ -194,10 +191,10 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
     launch = medians["launch"]  # of a program that does nothing: in the time of every part, and once in the step's
     medians = {name: max(taken_s - launch, 0.0) for name, taken_s in medians.items()} | {"launch": launch}
     work = work_of(engine, plan)
-    # What takes less than a tenth of a launch is lost in its noise: such a part has a time, but no rates.
-    shown = {name: work.get(name, Work()) if taken_s > launch / 10 else Work() for name, taken_s in medians.items()}
-    rows = {name: figures(taken_s, shown[name], turn, limits) for name, taken_s in medians.items()}
-    rows["host"] = figures(host, Work(), turn, limits)
+    rows = {
+        name: figures(taken_s, work.get(name, Work()), turn, limits, too_short=launch / 10)
+        for name, taken_s in (medians | {"host": host}).items()
+    }
     return {
         "shape": {"rows": options.rows, "length": options.length, "chunk": options.chunk, "behind": options.behind},
         "program_rows": len(plan.rows.tokens),
@@ -209,14 +206,16 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
     }
 
 
-def figures(taken_s: float, work: Work, turn: float, limits: Limits) -> dict[str, float]:
+def figures(taken_s: float, work: Work, turn: float, limits: Limits, *, too_short: float) -> dict[str, float]:
+    """`too_short`: seconds below which a part is lost in a launch's noise: it has a time, but its rates are 0."""
+    rate = 0.0 if taken_s < too_short else 1 / taken_s
     return {
         "s": taken_s,
         "share": taken_s / turn,
         "flops": work.flops,
         "bytes": work.bytes,
-        "share_of_matrix_rate": work.flops / taken_s / limits.flops_per_s if work.flops else 0.0,
-        "share_of_memory_rate": work.bytes / taken_s / limits.bytes_per_s if work.bytes else 0.0,
+        "share_of_matrix_rate": work.flops * rate / limits.flops_per_s,
+        "share_of_memory_rate": work.bytes * rate / limits.bytes_per_s,
     }
 
 
@@ -230,7 +229,7 @@ def table(result: dict[str, Any]) -> Table:
     for name, row in result["parts"].items():
         cells = [f"{row['s'] * 1e3:.2f}", f"{row['share']:.1%}"]
         for amount, share in (("flops", "share_of_matrix_rate"), ("bytes", "share_of_memory_rate")):
-            cells += [f"{row[amount] / row['s'] / 1e9:.1f}", f"{row[share]:.0%}"] if row[amount] else ["", ""]
+            cells += [f"{row[amount] / row['s'] / 1e9:.1f}", f"{row[share]:.0%}"] if row[share] else ["", ""]
         shown.add_row(name, *cells)
     limits = result["limits"]
     shown.caption = f"limits: {limits['flops_per_s'] / 1e9:.0f} GFLOP/s, {limits['bytes_per_s'] / 1e9:.0f} GB/s"
@@ -265,8 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(options: Options, console: Console) -> int:
     """Load, time, show. The exit status."""
-    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise Refused("--picture needs matplotlib")
+    check_matplotlib(options.picture)
     model = options.model if os.path.isfile(options.model) else None
     check_targets({"--model": model}, {"--json": options.json, "--picture": options.picture})
     engine, _ = make_engine(options.model, options.engine, console)

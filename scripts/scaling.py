@@ -10,7 +10,6 @@ limits are measured, which takes memory of its own.
 Exit status: 0, whatever the figures; 2 if something could not be run or written; 130 after Ctrl-C.
 """
 
-import importlib.util
 import os
 import resource
 import statistics
@@ -31,7 +30,7 @@ from rich.table import Column, Table
 
 from batching import Engine, EngineConfig, Request, SamplingParams
 from batching.plan import FROM_DEVICE, BatchPlan, Chunk, build_plan
-from scripts.command import Refused, check_targets, exit_status, naming, write_json
+from scripts.command import Refused, check_matplotlib, check_picture, check_targets, exit_status, naming, write_json
 from scripts.figures import system_figures
 from scripts.limits import Limits, Work, measure_limits
 from scripts.profile_step import work_of
@@ -75,8 +74,7 @@ class Options:
             raise ValueError(f"shortest, length, and prompt + answer - 1, must fit in max_len {self.engine.max_len}")
         if self.fewest > self.engine.max_queue:
             raise ValueError(f"fewest must fit in max_queue {self.engine.max_queue}, not be {self.fewest}")
-        if self.picture is not None and Path(self.picture).suffix not in (".png", ".svg"):
-            raise ValueError(f"picture must end in .png or .svg, not {self.picture}")
+        check_picture(self.picture)
 
 
 Sample = tuple[list[float], list[BatchPlan]]  # seconds, one or several, and the turns that each of them is for
@@ -232,8 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(options: Options, console: Console) -> int:
     """Load, time, show. The exit status."""
-    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise Refused("--picture needs matplotlib")
+    check_matplotlib(options.picture)
     inputs = {"--model": options.model} if os.path.isfile(options.model) else {}
     check_targets(inputs, {"--json": options.json, "--picture": options.picture})
     engine, _ = make_engine(options.model, options.engine, console)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import scaling
+from scripts import command, scaling
 from scripts.limits import Limits, Work
 
 CHECKPOINT = Path(__file__).parent.parent / "data/llama_tied_gqa4"
@@ -131,6 +131,6 @@ def test_options_that_cannot_be(arguments, reason, capsys):
 )
 def test_what_cannot_be_written_is_known_before_the_model_is_loaded(arguments, found, reason, monkeypatch, capsys):
     monkeypatch.setattr(scaling, "make_engine", lambda *_: pytest.fail("loads the model"))
-    monkeypatch.setattr(scaling.importlib.util, "find_spec", lambda name: name if found else None)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: name if found else None)
     assert scaling.main([*TINY, *SMALL, *arguments]) == 2
     assert reason in capsys.readouterr().err
