@@ -46,8 +46,9 @@ class PlanShapes:
         `slots`, and `slots` with each chunk size.
         """
         sizes = sorted(set(chunk_sizes))
-        if not sizes or any(size < 16 or size % 16 for size in sizes):
-            raise ValueError(f"chunk_sizes must be positive multiples of 16, not {tuple(chunk_sizes)}")
+        block = max(16, block_q)
+        if not sizes or any(size < block or size % block for size in sizes):
+            raise ValueError(f"chunk_sizes must be positive multiples of {block}, not {tuple(chunk_sizes)}")
         if block_q > 1:
             return cls(slots, (*(rows for rows in (4, 16, 64) if rows < slots), slots), tuple(sizes), block_q)
         most = slots + sizes[-1]
@@ -115,13 +116,13 @@ class BatchPlan:
 
 
 def build_plan(
-    shapes: PlanShapes, decode: Sequence[Chunk], prefill: Sequence[Chunk], *, min_decode: int = 0
+    shapes: PlanShapes, decode: Sequence[Chunk], prefill: Sequence[Chunk], *, min_decode: int = 0, min_chunk: int = 0
 ) -> BatchPlan:
-    """Lay decode rows and prompt chunks out flat.
+    """Lay decode rows and prompt chunks out flat, with room for at least so many of each.
 
     The sampled chunks, in the order (decode, prefill), are the first of the M sampled rows.
     """
-    chunk_rows = sum(shapes.padded(len(chunk.tokens)) for chunk in prefill)
+    chunk_rows = max(min_chunk, sum(shapes.padded(len(chunk.tokens)) for chunk in prefill))
     num_decode, chunk_size = shapes.fit(max(len(decode), min_decode), chunk_rows)
     rows = shapes.empty(num_decode, chunk_size)
     row, sampled = 0, 0

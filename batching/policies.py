@@ -35,6 +35,7 @@ class Decision:
     prefill: Sequence["SequenceState"] = ()  # may include those just admitted
     decode: bool = True  # every decoding sequence advances by one token
     decode_rows: int = 0  # at least so many decode rows are computed, as padding if need be
+    prefill_share: float = 1.0  # of the turn's prompt rows that hold tokens; the others are padding
 
 
 class Policy(Protocol):
@@ -55,20 +56,21 @@ class Continuous:
 class Static:
     """The control of every experiment: a batch is formed when all slots are free, prefilled, then decoded.
 
-    Until its longest member ends nobody else is admitted, and the rows of members that ended are still computed.
-    Prompts are not padded to the longest, which is kinder to it than most static batching.
+    It is a rectangle, as in a library's `generate` on a list of prompts: every prompt is padded to the longest, until
+    the longest member ends nobody else is admitted, and the rows of members that ended are still computed.
     """
 
     def __init__(self) -> None:
-        self.batch = 0
+        self.batch, self.share = 0, 1.0
 
     def decide(self, view: View) -> Decision:
         if view.free == view.slots:
             admit = view.waiting[: view.free]
-            self.batch = len(admit)
-            return Decision(admit=admit, prefill=admit)
+            lengths = [len(sequence.prompt) for sequence in admit]
+            self.batch, self.share = len(admit), sum(lengths) / (max(lengths) * len(admit))
+            return Decision(admit=admit, prefill=admit, prefill_share=self.share)
         if view.prefilling:
-            return Decision(prefill=view.prefilling, decode=False)
+            return Decision(prefill=view.prefilling, decode=False, prefill_share=self.share)
         return Decision(decode_rows=self.batch)
 
 

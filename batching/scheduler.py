@@ -3,6 +3,7 @@
 `plan` says which rows the next turn computes, `commit` is the only place that interprets sampled tokens.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -155,12 +156,19 @@ class Scheduler:
         decision = self.policy.decide(View(self.waiting, prefilling, decoding, self.shapes.slots, len(self.free)))
         self._admit(decision)
         decode = decoding if decision.decode else []
-        chunks = self._chunks(decision, self.shapes.budget(max(len(decode), decision.decode_rows)))
+        budget = self.shapes.budget(max(len(decode), decision.decode_rows))
+        chunks = self._chunks(decision, math.ceil(budget * decision.prefill_share))
         if not decode and not chunks:
             raise RuntimeError(f"{type(self.policy).__name__} scheduled nothing for {len(self._live)} requests")
         decode_rows = [self._decode_row(sequence) for sequence in decode]
         prompt_rows = [self._prompt_rows(sequence, count) for sequence, count in chunks]
-        plan = build_plan(self.shapes, decode_rows, prompt_rows, min_decode=decision.decode_rows)
+        plan = build_plan(
+            self.shapes,
+            decode_rows,
+            prompt_rows,
+            min_decode=decision.decode_rows,
+            min_chunk=min(budget, int(sum(count for _, count in chunks) / decision.prefill_share)),
+        )
         sampled = (*decode, *(sequence for sequence, _ in chunks if not sequence.prefilling))
         return Turn(plan, sampled, len(self.running))
 
