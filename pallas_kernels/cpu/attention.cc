@@ -77,7 +77,7 @@ inline void Product(const float* a, int64_t lda, const float* b, int64_t ldb, fl
       Vec row[kVectors];
       for (int v = 0; v < kVectors; v++) row[v] = Load(b + k * ldb + v * kLanes);
       for (int r = 0; r < R; r++)
-        for (int v = 0; v < kVectors; v++) sum[r][v] += a[r * lda + k] * row[v];
+        for (int v = 0; v < kVectors; v++) sum[r][v] = MultiplyAdd(a[r * lda + k], row[v], sum[r][v]);
     }
     for (int r = 0; r < R; r++)
       for (int v = 0; v < kVectors; v++) Store(c + r * ldc + v * kLanes, sum[r][v]);
@@ -87,7 +87,7 @@ inline void Product(const float* a, int64_t lda, const float* b, int64_t ldb, fl
     Vec sum[R];
     for (int r = 0; r < R; r++) sum[r] = Load(c + r * ldc + v * kLanes);
     for (int64_t k = 0; k < K; k++)
-      for (int r = 0; r < R; r++) sum[r] += a[r * lda + k] * Load(b + k * ldb + v * kLanes);
+      for (int r = 0; r < R; r++) sum[r] = MultiplyAdd(a[r * lda + k], Load(b + k * ldb + v * kLanes), sum[r]);
     for (int r = 0; r < R; r++) Store(c + r * ldc + v * kLanes, sum[r]);
   }
 }
@@ -252,9 +252,9 @@ void Run(ffi::ThreadPool& pool, const Shape& s, ffi::AnyBuffer q, ffi::AnyBuffer
 }
 
 ffi::Error SlotAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slots,
-                         ffi::Buffer<ffi::S32> positions, ffi::Result<ffi::AnyBuffer> out, int64_t window, double soft_cap, double scale) {
+                         ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> window, ffi::Result<ffi::AnyBuffer> out, double soft_cap, double scale) {
   const auto qd = q.dimensions(), kd = k.dimensions();
-  const Shape s{qd[0], qd[1], qd[2], kd[0], kd[1], kd[2], window, static_cast<float>(soft_cap), static_cast<float>(scale)};
+  const Shape s{qd[0], qd[1], qd[2], kd[0], kd[1], kd[2], *window.typed_data(), static_cast<float>(soft_cap), static_cast<float>(scale)};
   const bool wide_q = q.element_type() == ffi::F32, wide_cache = k.element_type() == ffi::F32;
   const auto run = wide_q ? (wide_cache ? Run<float, float> : Run<float, uint16_t>) : (wide_cache ? Run<uint16_t, float> : Run<uint16_t, uint16_t>);
   run(pool, s, q, k, v, slots.typed_data(), positions.typed_data(), out->untyped_data());
@@ -271,7 +271,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarouselSlotAttention, SlotAttention,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("window")
                                   .Attr<double>("soft_cap")
                                   .Attr<double>("scale"));

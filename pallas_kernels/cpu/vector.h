@@ -6,6 +6,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <thread>
+
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -24,6 +29,19 @@ typedef float Vec8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+
+// a * b + c, rounded once. By name, not left to the compiler: tuned for some CPUs GCC fuses in one loop and not in the
+// next, and results would then depend on which of them computed a sum.
+template <typename V>
+inline V MultiplyAdd(float a, V b, V c) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) return _mm512_fmadd_ps(_mm512_set1_ps(a), b, c);
+#endif
+#if defined(__FMA__)
+  if constexpr (sizeof(V) == 32) return _mm256_fmadd_ps(_mm256_set1_ps(a), b, c);
+#endif
+  return a * b + c;
+}
 
 inline void Prefetch(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
@@ -66,8 +84,8 @@ inline void Parallel(xla::ffi::ThreadPool& pool, int64_t tasks, const std::funct
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), tasks) - 1;
   for (int64_t i = 0; i < helpers; i++) pool.Schedule(std::function<void()>(work));
   work();
-  while (progress->done.load(std::memory_order_acquire) < tasks) {
-  }
+  // The processor may be what the others wait for.
+  while (progress->done.load(std::memory_order_acquire) < tasks) std::this_thread::yield();
 }
 
 }  // namespace carousel
