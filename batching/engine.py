@@ -55,7 +55,12 @@ class Engine:
             raise ValueError(f"dtype is {config.dtype}, but the model's weights are {model.embed.weight.dtype}")
         self.config, self.model_config = config, model.config
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
-        self.attention = choose_implementation(config.attention)
+        self.attention = choose_implementation(
+            config.attention,
+            dtype=DTYPES[config.dtype],
+            cache_dtype=DTYPES[config.cache_dtype or config.dtype],
+            head_dim=model.config.head_dim,
+        )
         block_q = IMPLEMENTATIONS[self.attention].block_q
         self.scheduler = Scheduler(
             shapes=PlanShapes.choose(config.slots, config.chunk_sizes, block_q),
@@ -243,7 +248,9 @@ class Engine:
     def _fresh_state(self) -> EngineState:
         dtype = DTYPES[self.config.cache_dtype or self.config.dtype]
         slots, max_len = self.config.slots, self.config.max_len
-        return init_state(self.model_config, slots=slots, max_len=max_len, cache_dtype=dtype)
+        return init_state(
+            self.model_config, slots=slots, max_len=max_len, cache_dtype=dtype, implementation=self.attention
+        )
 
     def _check_all(self, requests: Sequence[Request]) -> list[SequenceState]:
         sequences, ids = [], set()

@@ -18,7 +18,7 @@ def compile_programs(
     weights: tuple[jax.Array, ...],
     state: EngineState,
     shapes: PlanShapes,
-    implementation: str | None,
+    implementation: str,
     on_compile: Callable[[int, int, float], None] | None = None,
 ) -> dict[tuple[int, int], Program]:
     """(decode rows, chunk rows) -> compiled step. Calls `on_compile` with (done, of, seconds of the last)."""

@@ -42,7 +42,7 @@ def split_model(model: Transformer) -> tuple[ModelGraph, tuple[jax.Array, ...]]:
     return ModelGraph(graph, structure), tuple(weights)
 
 
-def init_state(config: ModelConfig, *, slots: int, max_len: int, cache_dtype) -> EngineState:
+def init_state(config: ModelConfig, *, slots: int, max_len: int, cache_dtype, implementation: str) -> EngineState:
     cache = init_cache(
         layers=len(config.layers),
         slots=slots,
@@ -50,6 +50,7 @@ def init_state(config: ModelConfig, *, slots: int, max_len: int, cache_dtype) ->
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=cache_dtype,
+        implementation=implementation,
     )
     return EngineState(cache, jnp.zeros((slots,), jnp.int32))
 
@@ -62,7 +63,7 @@ def step(
     *,
     graph: ModelGraph,
     num_decode: int,
-    implementation: str | None,
+    implementation: str,
 ) -> tuple[EngineState, Int[Array, " M"]]:
     """Compute one turn. `state` is donated: the cache is updated in place, never copied.
 

@@ -10,10 +10,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from model.config import LayerConfig, ModelConfig
-from model.kv_cache import LayerCache
 from model.rope import Rotation, apply_rope
 from pallas_kernels import cpu
-from pallas_kernels.attention import slot_attention
+from pallas_kernels.attention import LayerCache, slot_attention, write_rows
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -27,8 +26,8 @@ def matmul(x: Float[Array, "T I"], weight: Float[Array, "O I"], *, dtype=None) -
 
     `dtype`: of the result, to which sums are rounded once; that of `x` if None.
     """
-    if cpu.takes_few_rows(x, weight):
-        return cpu.few_rows_matmul(x, weight)
+    if cpu.takes_matmul(x, weight):
+        return cpu.matmul(x, weight)
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -87,20 +86,20 @@ class Attention(nnx.Module):
         return q, k, v
 
     def attend(
-        self, q, k, v, cache: LayerCache, slots, positions, *, num_decode: int, implementation: str | None
+        self, q, k, v, cache: LayerCache, slots, positions, *, num_decode: int, implementation: str
     ) -> tuple[Float[Array, "T N*H"], LayerCache]:
         """Write the keys and values, then attend to all that is in the cache."""
-        cache = cache.write(k, v, slots, positions)
+        how = {"num_decode": num_decode, "implementation": implementation}
+        cache = write_rows(cache, k, v, slots, positions, **how)
         out = slot_attention(
             q,
             cache,
             slots,
             positions,
-            num_decode=num_decode,
             window=self.layer.window,
             soft_cap=self.config.attention_soft_cap,
             scale=self.config.attention_scale,
-            implementation=implementation,
+            **how,
         )
         return out.reshape(q.shape[0], -1), cache
 

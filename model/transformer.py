@@ -8,9 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.config import LayerConfig, ModelConfig
-from model.kv_cache import KVCache, LayerCache
+from model.kv_cache import KVCache
 from model.layers import MLP, Attention, Linear, MixtureOfExperts, init_normal, make_norm, matmul, normed
 from model.rope import Rope, Rotation, rotation
+from pallas_kernels.attention import LayerCache
 
 
 class Embedding(nnx.Module):
@@ -63,7 +64,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         *,
         num_decode: int,
-        implementation: str | None = None,
+        implementation: str,
     ) -> tuple[Float[Array, "T D"], KVCache]:
         """Row t writes its key and value at cache row `(slots[t], positions[t])` and attends to rows up to it.
 

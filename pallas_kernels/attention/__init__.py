@@ -1,100 +1,154 @@
-"""`slot_attention`: ragged causal attention of flat token rows over a fixed-slot KV cache."""
+"""`slot_attention`: ragged causal attention of flat token rows over a fixed-slot KV cache.
+
+A layer's cache is a tuple of arrays whose layout belongs to the implementation that reads it: "split" is `(k, v)`, each
+`[B, K, S, H]`; "fused" is `(kv,)`, `[B, K, S, 2H]` with keys in lanes `[0, H)`, values in `[H, 2H)`, and zeros up to
+whole tiles where the platform wants them. Both are head-major, so that the rows of one (slot, head) lie together.
+"""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.cpu import cpu_attention
-from pallas_kernels.attention.reference import reference_attention
-from pallas_kernels.attention.xla import xla_attention
-from pallas_kernels.cpu import unavailable as cpu_unavailable
+from pallas_kernels.attention import cpu, mosaic_gpu, mosaic_tpu, reference, xla
 
-__all__ = ["BLOCK_Q", "IMPLEMENTATIONS", "choose_implementation", "slot_attention"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Implementation",
+    "LayerCache",
+    "cache_shapes",
+    "choose_implementation",
+    "slot_attention",
+    "write_rows",
+]
 
-# Where prompt chunks come in blocks, they have this many rows, of one slot and of consecutive positions.
-BLOCK_Q = 16
-
-
-class SlotCache(Protocol):
-    """What attention needs of a layer's cache; `model.kv_cache.LayerCache` is one."""
-
-    @property
-    def k(self) -> Float[Array, "B K S H"]: ...
-
-    @property
-    def v(self) -> Float[Array, "B K S H"]: ...
+LayerCache = tuple[jax.Array, ...]
 
 
 class Implementation(NamedTuple):
-    """`unavailable` says why it cannot run on this machine, None if it can; it may compile something."""
+    """One way to attend and to write, on a cache of one layout.
+
+    `unavailable()` says why it cannot run on this machine, `unsupported(dtype, cache_dtype, head_dim)` why it
+    cannot take queries and a cache of these dtypes and heads of this size; None: it can. The first may
+    compile something.
+    """
 
     attend: Callable[..., jax.Array]
+    write: Callable[..., LayerCache]
+    layout: Literal["split", "fused"]
+    lanes: int  # a fused row is a multiple of so many
     block_q: int  # rows of a block of a prompt chunk; 1: no blocks, decode rows are chunks of one
     unavailable: Callable[[], str | None]
+    unsupported: Callable[[Any, Any, int], str | None] = lambda dtype, cache_dtype, head_dim: None
 
 
 # In order of preference.
 IMPLEMENTATIONS = {
-    "cpu": Implementation(cpu_attention, 1, cpu_unavailable),
-    "xla": Implementation(xla_attention, BLOCK_Q, lambda: None),
-    "reference": Implementation(reference_attention, BLOCK_Q, lambda: None),
+    "cpu": Implementation(cpu.attend, xla.write, "split", 1, 1, cpu.unavailable, cpu.unsupported),
+    "mosaic_gpu": Implementation(
+        mosaic_gpu.attend,
+        mosaic_gpu.write,
+        "fused",
+        1,
+        mosaic_gpu.BLOCK_Q,
+        mosaic_gpu.unavailable,
+        mosaic_gpu.unsupported,
+    ),
+    "mosaic_tpu": Implementation(
+        mosaic_tpu.attend,
+        mosaic_tpu.write,
+        "fused",
+        128,
+        mosaic_tpu.BLOCK_Q,
+        mosaic_tpu.unavailable,
+        mosaic_tpu.unsupported,
+    ),
+    "xla": Implementation(xla.attend, xla.write, "split", 1, xla.BLOCK_Q, lambda: None),
+    "reference": Implementation(reference.attend, xla.write, "split", 1, xla.BLOCK_Q, lambda: None),
 }
 
 
-def choose_implementation(name: str | None) -> str:
+def choose_implementation(name: str | None, *, dtype: Any, cache_dtype: Any, head_dim: int) -> str:
     """`name` if it can run here; for None the first that can. Raises ValueError saying why a named one cannot."""
     if name is None:
-        return next(name for name, one in IMPLEMENTATIONS.items() if one.unavailable() is None)
+        return next(name for name in IMPLEMENTATIONS if _refusal(name, dtype, cache_dtype, head_dim) is None)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation {name!r} is not one of {list(IMPLEMENTATIONS)}")
-    if reason := IMPLEMENTATIONS[name].unavailable():
+    if reason := _refusal(name, dtype, cache_dtype, head_dim):
         raise ValueError(f"attention implementation {name!r} cannot run here: {reason}")
     return name
 
 
-def slot_attention(
-    q: Float[Array, "T N H"],
-    layer_cache: SlotCache,
+def _refusal(name: str, dtype: Any, cache_dtype: Any, head_dim: int) -> str | None:
+    one = IMPLEMENTATIONS[name]
+    return one.unavailable() or one.unsupported(dtype, cache_dtype, head_dim)
+
+
+def cache_shapes(implementation: str, slots: int, kv_heads: int, rows: int, head_dim: int) -> list[tuple[int, ...]]:
+    """Of the arrays of one layer's cache."""
+    one = IMPLEMENTATIONS[implementation]
+    if one.layout == "split":
+        return [(slots, kv_heads, rows, head_dim)] * 2
+    return [(slots, kv_heads, rows, -(-2 * head_dim // one.lanes) * one.lanes)]
+
+
+def write_rows(
+    layer_cache: LayerCache,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
     slots: Int[Array, " T"],
     positions: Int[Array, " T"],
     *,
     num_decode: int,
-    window: int | None = None,
+    implementation: str,
+) -> LayerCache:
+    """Put row t at `(slots[t], positions[t])`, in place where the cache is donated. Rows of slot B are dropped.
+
+    The rows come as `slot_attention` takes them.
+    """
+    with jax.named_scope("write_rows"):
+        return IMPLEMENTATIONS[implementation].write(layer_cache, k, v, slots, positions, num_decode=num_decode)
+
+
+def slot_attention(
+    q: Float[Array, "T N H"],
+    layer_cache: LayerCache,
+    slots: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    *,
+    num_decode: int,
+    window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: str,
 ) -> Float[Array, "T N H"]:
     """Row t attends to rows `max(0, positions[t] - window + 1) .. positions[t]` of slot `slots[t]`.
 
     The cache already holds the rows' own keys and values. The first `num_decode` rows may name any slots; the rest
-    come in blocks of the implementation's `block_q` rows that belong to one slot and whose positions rise by one.
-    A row of slot B is padding: it reads nothing and its result is zero. Rows of the cache that the mask excludes may
-    hold anything, NaN included. Scores, softmax and sums are float32; the result has q's dtype.
+    come in blocks of the implementation's `block_q` rows that belong to one slot and whose positions rise by one,
+    padding rows last. A row of slot B is padding: it reads nothing and its result is zero. Rows of the cache that the
+    mask excludes may hold anything, NaN included. Scores, softmax and sums are float32; the result has q's dtype.
 
     Args:
+        window: may be traced.
         scale: factor on the scores; `H ** -0.5` if None.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` after scaling (Gemma 2).
-        implementation: one of `IMPLEMENTATIONS`; None takes the first that can run here.
+        implementation: one of `IMPLEMENTATIONS`, as `choose_implementation` gives it. It is lowered for whatever
+            platform the program is compiled for, this machine's or another.
 
     Raises:
-        ValueError: an implementation that is unknown or cannot run here, or rows that cannot be blocked.
+        ValueError: an implementation that does not take these dtypes and dims, or rows that cannot be blocked.
     """
-    attend, block_q, _ = IMPLEMENTATIONS[choose_implementation(implementation)]
-    if (q.shape[0] - num_decode) % block_q or num_decode > q.shape[0]:
-        raise ValueError(f"{q.shape[0]} rows less {num_decode} decode rows are not blocks of {block_q}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    one, (T, _, H) = IMPLEMENTATIONS[implementation], q.shape
+    if reason := one.unsupported(q.dtype, layer_cache[0].dtype, H):
+        raise ValueError(f"attention implementation {implementation!r}: {reason}")
+    if (T - num_decode) % one.block_q or num_decode > T:
+        raise ValueError(f"{T} rows less {num_decode} decode rows are not blocks of {one.block_q}")
+    scale = float(H**-0.5 if scale is None else scale)
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, not {scale}")
     with jax.named_scope("slot_attention"):
-        return attend(
-            q,
-            layer_cache.k,
-            layer_cache.v,
-            slots,
-            positions,
-            num_decode=num_decode,
-            block_q=block_q,
-            window=window,
-            soft_cap=soft_cap,
-            scale=scale,
+        return one.attend(
+            q, layer_cache, slots, positions, num_decode=num_decode, window=window, soft_cap=soft_cap, scale=scale
         )

@@ -1,4 +1,4 @@
-"""Slot attention on a CPU by the kernel in `pallas_kernels/cpu/attention.cc`.
+"""Slot attention on a CPU by the kernel in `pallas_kernels/cpu/attention.cc`, on a split cache.
 
 Reads each live key and value once a tile of rows, on all of XLA's threads.
 """
@@ -6,19 +6,19 @@ Reads each live key and value once a tile of rows, on all of XLA's threads.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cpu import unavailable as unavailable
 
-def cpu_attention(q, k, v, slots, positions, *, num_decode, block_q, window, soft_cap, scale):
+
+def unsupported(dtype, cache_dtype, head_dim):
+    """See `Implementation`."""
+    wrong = {str(jnp.dtype(one)) for one in (dtype, cache_dtype) if one not in (jnp.float32, jnp.bfloat16)}
+    return f"it takes float32 and bfloat16, not {' and '.join(sorted(wrong))}" if wrong else None
+
+
+def attend(q, layer_cache, slots, positions, *, num_decode, window, soft_cap, scale):
     """See `slot_attention`. Decode rows are chunks of one: every run of consecutive positions is split into tiles."""
-    if any(array.dtype not in (jnp.float32, jnp.bfloat16) for array in (q, k, v)):
-        raise ValueError(f"the CPU kernel takes float32 and bfloat16, not {q.dtype}, {k.dtype} and {v.dtype}")
+    if reason := unavailable():  # which registers the kernel where it can run
+        raise ValueError(f"attention implementation 'cpu' cannot run here: {reason}")
     call = jax.ffi.ffi_call("carousel_slot_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(
-        q,
-        k,
-        v,
-        slots,
-        positions,
-        window=window or 0,
-        soft_cap=float(soft_cap or 0.0),
-        scale=float(scale),
-    )
+    window = jnp.asarray(0 if window is None else window, jnp.int32)
+    return call(q, *layer_cache, slots, positions, window, soft_cap=float(soft_cap or 0.0), scale=float(scale))

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 
 
-def reference_attention(q, k, v, slots, positions, *, num_decode, block_q, window, soft_cap, scale):
+def attend(q, layer_cache, slots, positions, *, num_decode, window, soft_cap, scale):
     """See `slot_attention`. Gathers a whole slot for every row: O(T K S H) memory."""
+    k, v = layer_cache
     T, N, H = q.shape
     B, K, S, _ = k.shape
     clamped = jnp.minimum(slots, B - 1)

@@ -1,4 +1,4 @@
-"""Slot attention in portable XLA: loops over query blocks and, inside, over the blocks of live keys.
+"""Slot attention in portable XLA, on a split cache: loops over query blocks and, inside, over the blocks of live keys.
 
 Work and memory traffic follow the live lengths, not S. Online softmax as in FlashAttention (arXiv 2205.14135).
 """
@@ -7,24 +7,36 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCK_K = 128
+BLOCK_Q = 16
 
 
-def xla_attention(q, k, v, slots, positions, *, num_decode, block_q, window, soft_cap, scale):
+def write(layer_cache, k, v, slots, positions, *, num_decode):
+    """See `write_rows`. One scatter each; rows past the end of a slot are dropped too."""
+    at = (slots, slice(None), positions)
+    keys, values = layer_cache
+    return (
+        keys.at[at].set(k.astype(keys.dtype), mode="drop"),
+        values.at[at].set(v.astype(values.dtype), mode="drop"),
+    )
+
+
+def attend(q, layer_cache, slots, positions, *, num_decode, window, soft_cap, scale):
     """See `slot_attention`. A decode row is a query block of one row."""
-    attend = _make_attend(k, v, window, soft_cap, scale)
+    k, v = layer_cache
+    attend_block = _make_attend(k, v, window, soft_cap, scale)
     parts = []
     if num_decode:
-        parts.append(_attend_blocks(attend, q[:num_decode], slots[:num_decode], positions[:num_decode], 1))
+        parts.append(_attend_blocks(attend_block, q[:num_decode], slots[:num_decode], positions[:num_decode], 1))
     if num_decode < q.shape[0]:
-        parts.append(_attend_blocks(attend, q[num_decode:], slots[num_decode:], positions[num_decode:], block_q))
+        parts.append(_attend_blocks(attend_block, q[num_decode:], slots[num_decode:], positions[num_decode:], BLOCK_Q))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _attend_blocks(attend, q, slots, positions, block):
-    """Run `attend` on each block of `block` rows, one after the other: [T, N, H] -> [T, N, H]."""
+def _attend_blocks(attend_block, q, slots, positions, block):
+    """Run `attend_block` on each block of `block` rows, one after the other: [T, N, H] -> [T, N, H]."""
     T, N, H = q.shape
     blocks = (q.reshape(T // block, block, N, H), slots.reshape(-1, block), positions.reshape(-1, block))
-    return lax.map(lambda args: attend(*args), blocks).reshape(T, N, H)
+    return lax.map(lambda args: attend_block(*args), blocks).reshape(T, N, H)
 
 
 def _make_attend(k, v, window, soft_cap, scale):
@@ -32,7 +44,7 @@ def _make_attend(k, v, window, soft_cap, scale):
     block_k = min(BLOCK_K, S)
     assert S % block_k == 0, f"a slot of {S} rows is not blocks of {block_k}"
 
-    def attend(q, slots, positions):
+    def attend_block(q, slots, positions):
         """One query block: q [R, N, H], slots and positions [R]. Rows not of the first row's slot are padding."""
         R, N, _ = q.shape
         G = N // K
@@ -76,4 +88,4 @@ def _make_attend(k, v, window, soft_cap, scale):
         out = out / jnp.where(total > 0, total, 1.0)[..., None]
         return out.reshape(K, G, R, H).transpose(2, 0, 1, 3).reshape(R, N, H).astype(q.dtype)
 
-    return attend
+    return attend_block

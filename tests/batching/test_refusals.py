@@ -80,7 +80,7 @@ def test_submit_wants_a_request(engine):
 def test_the_config_is_carried_out():
     loaded = load(DATA / "llama_tied_gqa4")
     engine = Engine(loaded.model, EngineConfig(slots=2, max_len=S, cache_dtype="bfloat16", attention="xla"))
-    assert {str(leaf.dtype) for layer in engine._state.cache for leaf in (layer.k, layer.v)} == {"bfloat16"}
+    assert {str(leaf.dtype) for layer in engine._state.cache for leaf in layer} == {"bfloat16"}
     assert engine.attention == "xla"
     assert all(decode > 0 for decode, _ in engine.programs), "with blocks, decode rows are apart"
     assert EngineConfig(slots=np.int8(100), chunk_sizes=[np.int16(16)]).chunk_sizes == (16,)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from model import layers
 from model.kv_cache import ROWS_MULTIPLE, cache_bytes, init_cache
+from pallas_kernels.attention import write_rows
 
 GROUPED = [layers._grouped_matmul_blocks, layers._grouped_matmul_ragged]
 
@@ -32,7 +33,7 @@ def test_grouped_matmul_multiplies_chosen_rows_only():
     """By the program: its one product is of a block of rows with one expert's weights, not of all with all."""
     x, weights, counts = jnp.zeros((256, 64)), jnp.zeros((32, 64, 64)), jnp.full(32, 8)
     text = jax.jit(layers._grouped_matmul_blocks).lower(x, weights, counts).as_text()
-    names = ("stablehlo.dot_general", "@carousel_few_rows_matmul")
+    names = ("stablehlo.dot_general", "@carousel_matmul")
     products = [line for line in text.splitlines() if any(name in line for name in names)]
     assert len(products) == 1, "one product, of one block with one expert's weights, inside the loop"
     assert "tensor<64x64xf32>" in products[0]
@@ -61,13 +62,23 @@ def test_rms_norm(offset):
     np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32)), expected, rtol=0, atol=2e-6)
 
 
-def test_cache_write_drops_padding_and_keeps_the_rest():
-    (cache,) = init_cache(layers=1, slots=3, max_len=100, kv_heads=2, head_dim=4, dtype=jnp.float32)
-    assert cache.k.shape == (3, 2, ROWS_MULTIPLE, 4)
-    assert cache_bytes((cache,)) == 2 * 3 * 2 * ROWS_MULTIPLE * 4 * 4
-    new = jnp.arange(4 * 2 * 4, dtype=jnp.float32).reshape(4, 2, 4) + 1
-    written = cache.write(new, -new, jnp.asarray([2, 3, 0, 3]), jnp.asarray([99, 5, 0, ROWS_MULTIPLE - 1]))
-    expected = np.zeros(cache.k.shape, np.float32)
-    expected[2, :, 99], expected[0, :, 0] = new[0], new[2]
-    np.testing.assert_array_equal(written.k, expected)
-    np.testing.assert_array_equal(written.v, -expected)
+def test_cache_layouts():
+    """Rows fill whole blocks; what is stored is the same in both layouts."""
+    size = {"layers": 1, "slots": 3, "max_len": 100, "kv_heads": 2, "head_dim": 4, "dtype": jnp.float32}
+    ((k, v),) = split = init_cache(**size, implementation="xla")
+    assert k.shape == v.shape == (3, 2, ROWS_MULTIPLE, 4)
+    ((kv,),) = init_cache(**size, implementation="mosaic_tpu")
+    assert kv.shape == (3, 2, ROWS_MULTIPLE, 128)
+    ((kv,),) = fused = init_cache(**size, implementation="mosaic_gpu")
+    assert kv.shape == (3, 2, ROWS_MULTIPLE, 8)
+    assert cache_bytes(split) == cache_bytes(fused) == 2 * 3 * 2 * ROWS_MULTIPLE * 4 * 4
+
+
+def test_write_drops_what_is_past_the_end():
+    (cache,) = init_cache(
+        layers=1, slots=3, max_len=100, kv_heads=2, head_dim=4, dtype=jnp.float32, implementation="xla"
+    )
+    new = jnp.ones((2, 2, 4))
+    at = jnp.asarray([2, 0]), jnp.asarray([99, ROWS_MULTIPLE])
+    k, v = write_rows(cache, new, -new, *at, num_decode=2, implementation="xla")
+    assert k.sum() == -v.sum() == k[2, :, 99].sum() == 8
