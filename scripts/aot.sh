@@ -12,7 +12,9 @@ fi
 
 version_of_jax() { "$PYTHON" -c 'from importlib.metadata import version; print(version("jax"))'; }
 
-requirements() { "$PYTHON" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")'; }
+requirements() {
+    "$PYTHON" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")'
+}
 
 jax="${AOT_JAX:-$(version_of_jax)}"
 AOT=".venv-aot/$jax"

@@ -22,7 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-BLOCK_Q = 64
+from pallas_kernels.attention.mosaic_gpu import BLOCK_Q
+
 LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)  # not -inf: a row that sees nothing of its first key blocks stays finite
 WGMMA = plgpu.Layout.WGMMA
@@ -258,8 +259,6 @@ def _make_kernel(*, blocks, G, block_k, stages, windowed, soft_cap, scale):
                     # cap * tanh(x), to float32's precision: the hardware's tanh has 11 bits.
                     power = jnp.exp2(scores * (2 * scale * LOG2_E / soft_cap))
                     scores, factor = soft_cap - (2 * soft_cap) / (1 + power), LOG2_E
-                elif scale <= 0:
-                    scores, factor = scores * scale, LOG2_E
                 if edge:
                     # The last visible column of every row; a limit a row takes fewer registers than one a score.
                     last = position - (step - skip + lo) * block_k
