@@ -53,6 +53,11 @@ class Case:
         """S: a multiple of 128."""
         return -(-max(self.rows, *(start + count for start, count in self.segments)) // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
+    @property
+    def head_sizes(self) -> dict[str, int]:
+        """As `choose_implementation` takes them."""
+        return {"head_dim": self.head_dim, "heads": self.heads, "kv_heads": self.kv_heads}
+
     def cache_bytes(self, itemsize: int) -> int:
         """Of one layer's cache."""
         return 2 * len(self.segments) * self.kv_heads * self.slot_rows * self.head_dim * itemsize

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention import IMPLEMENTATIONS, cache_shapes
 from scripts.attention_cases import Case
 
 TOLERANCE = {"bfloat16": 3 * 2.0**-8, "float16": 2.0**-9, "float32": 2.0**-16}
@@ -26,61 +27,73 @@ class Inputs(NamedTuple):
     num_decode: int
 
 
-def tolerance(dtype: str, platform: str) -> float:
+def tolerance(dtype: str, platform: str, name: str) -> float:
     """Largest error, as a share of a head's largest value, that rounding explains.
 
     A result is rounded by up to 2**-8 in bfloat16 and 2**-11 in float16, and so is each softmax weight; sums are
-    float32, where the order of thousands of terms and the exponential cost a few bits of 24. On
-    accelerators XLA multiplies float32 in fewer bits unless told otherwise (TF32, bfloat16).
+    float32, where the order of thousands of terms and the exponential cost a few bits of 24. On accelerators XLA
+    multiplies float32 in fewer bits unless told otherwise (TF32, bfloat16); `name`: only ours but `xla` tell it.
     """
-    return TOLERANCE["bfloat16" if dtype == "float32" and platform != "cpu" else dtype]
+    told = name in IMPLEMENTATIONS and name != "xla"
+    return TOLERANCE["bfloat16" if dtype == "float32" and platform != "cpu" and not told else dtype]
 
 
-def make_inputs(case: Case, *, layout: str, block_q: int, dtype: Any, copies: int = 1) -> Inputs:
-    """On the device: normal queries, keys and values; NaN in every cache row that no row may read."""
-    rows, B = case.lay_out(block_q), len(case.segments)
+def make_inputs(case: Case, *, implementation: str, dtype: Any, copies: int = 1) -> Inputs:
+    """On the device: normal queries, keys and values; NaN in every cache row that no row may read.
+
+    In the implementation's layout, with zeros in the lanes that are there to fill tiles.
+    """
+    rows, B = case.lay_out(IMPLEMENTATIONS[implementation].block_q), len(case.segments)
     first, end = (np.tile(bound, copies).astype(np.int32) for bound in case.readable())
     q, cache = _make_arrays(
         first,
         end,
-        cache_shape=(B * copies, case.kv_heads, case.slot_rows, 2 * case.head_dim),
+        cache_shapes=tuple(cache_shapes(implementation, B * copies, case.kv_heads, case.slot_rows, case.head_dim)),
         q_shape=(len(rows.slots), case.heads, case.head_dim),
         dtype=jnp.dtype(dtype).name,
-        split=layout == "split",
     )
     live = rows.slots < B
     slots = tuple(np.where(live, rows.slots + copy * B, B * copies).astype(np.int32) for copy in range(copies))
     return Inputs(q, cache, slots, rows.positions, rows.num_decode)
 
 
-@partial(jax.jit, static_argnames=("cache_shape", "q_shape", "dtype", "split"))
-def _make_arrays(first, end, *, cache_shape, q_shape, dtype, split):
+@partial(jax.jit, static_argnames=("cache_shapes", "q_shape", "dtype"))
+def _make_arrays(first, end, *, cache_shapes, q_shape, dtype):
+    B, K, S, lanes = cache_shapes[0]
+    H = q_shape[-1]
     keys = jax.random.split(jax.random.key(0, impl="rbg"))
-    kv = jax.random.normal(keys[0], cache_shape, dtype)
-    rows = jnp.arange(cache_shape[2])[None, :]
+    kv = jax.random.normal(keys[0], (B, K, S, 2 * H), dtype)
+    rows = jnp.arange(S)[None, :]
     readable = (rows >= first[:, None]) & (rows < end[:, None])
     kv = jnp.where(readable[:, None, :, None], kv, jnp.asarray(jnp.nan, dtype))
-    H = cache_shape[3] // 2
-    return jax.random.normal(keys[1], q_shape, dtype), (kv[..., :H], kv[..., H:]) if split else (kv,)
+    cache = (kv[..., :H], kv[..., H:]) if len(cache_shapes) == 2 else (_filled(jnp, kv, lanes),)
+    return jax.random.normal(keys[1], q_shape, dtype), cache
 
 
-def make_small_inputs(case: Case, *, layout: str, block_q: int, dtype: Any) -> Inputs:
+def _filled(library: Any, kv: Any, lanes: int) -> Any:
+    """With zeros up to so many lanes."""
+    more = lanes - kv.shape[-1]
+    return library.pad(kv, ((0, 0), (0, 0), (0, 0), (0, more))) if more else kv
+
+
+def make_small_inputs(case: Case, *, implementation: str, dtype: Any) -> Inputs:
     """The same in NumPy, with the slots in another order than the rows: nothing is compiled for it."""
     rng, kind, B = np.random.default_rng(0), jnp.dtype(dtype), len(case.segments)
     order = rng.permutation(B)
-    rows = case.lay_out(block_q, order)
-    kv = np.full((B, case.kv_heads, case.slot_rows, 2 * case.head_dim), np.nan, kind)
+    rows = case.lay_out(IMPLEMENTATIONS[implementation].block_q, order)
+    shapes = cache_shapes(implementation, B, case.kv_heads, case.slot_rows, case.head_dim)
+    kv = np.full((*shapes[0][:3], 2 * case.head_dim), np.nan, kind)
     for slot, first, end in zip(order, *case.readable(), strict=True):
         shape = (case.kv_heads, end - first, 2 * case.head_dim)
         kv[slot, :, first:end] = rng.standard_normal(shape, np.float32).astype(kind)
     q = rng.standard_normal((len(rows.slots), case.heads, case.head_dim), np.float32).astype(kind)
-    H = case.head_dim
-    cache = (np.ascontiguousarray(kv[..., :H]), np.ascontiguousarray(kv[..., H:])) if layout == "split" else (kv,)
+    split = len(shapes) == 2
+    cache = tuple(map(np.ascontiguousarray, np.split(kv, 2, -1))) if split else (_filled(np, kv, shapes[0][-1]),)
     return Inputs(q, cache, (rows.slots,), rows.positions, rows.num_decode)
 
 
 def one_head(cache: tuple[Any, ...], slot: int, head: int) -> np.ndarray:
-    """Keys and values of one head of one slot, [S, 2H]."""
+    """Keys and values of one head of one slot, [S, 2H], and zeros to fill tiles where the layout has them."""
     if isinstance(cache[0], np.ndarray):
         return np.concatenate([array[slot, head] for array in cache], -1)
     return np.asarray(_one_head(cache, slot, head))
@@ -136,6 +149,6 @@ def worst_error(case: Case, inputs: Inputs, out: Any, *, samples: int | None = 8
         seen = slice(max(0, positions[row] - (case.window or case.slot_rows) + 1), positions[row] + 1)
         kv = one_head(inputs.cache, int(slots[row]), head)[seen]
         heads = slice(head * G, (head + 1) * G)
-        right = expected(queries[row, heads], kv[:, :H], kv[:, H:], scale=scale, soft_cap=case.soft_cap)
+        right = expected(queries[row, heads], kv[:, :H], kv[:, H : 2 * H], scale=scale, soft_cap=case.soft_cap)
         worst = max(worst, head_error(out[row, heads], right))
     return worst

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention import IMPLEMENTATIONS, choose_implementation, slot_attention
+from pallas_kernels.attention import choose_implementation, slot_attention
 from scripts.attention_cases import Case
 from scripts.attention_inputs import Inputs, make_inputs, tolerance, worst_error
 from scripts.limits import Limits, Work, measure_limits, seconds
@@ -147,8 +147,7 @@ def chain_of(work: Work, limits: Limits) -> int:
 
 
 def prepare(case: Case, implementation: str, dtype: str, copies: int, chain: int) -> Problem:
-    one = IMPLEMENTATIONS[implementation]
-    inputs = make_inputs(case, layout=one.layout, block_q=one.block_q, dtype=dtype, copies=copies)
+    inputs = make_inputs(case, implementation=implementation, dtype=dtype, copies=copies)
     # No array is in a closure: JAX may keep those.
     how = {"num_decode": inputs.num_decode, "implementation": implementation}
     options = {"window": case.window, "soft_cap": case.soft_cap, "scale": case.scale}
@@ -215,7 +214,7 @@ def measure(case: Case, implementation: str, dtype: str, limits: Limits, repeat:
     def run() -> dict[str, Any]:
         try:
             kind = jnp.dtype(dtype)
-            choose_implementation(implementation, dtype=kind, cache_dtype=kind, head_dim=case.head_dim)
+            choose_implementation(implementation, dtype=kind, cache_dtype=kind, **case.head_sizes)
         except ValueError as error:
             return {"status": "cannot", "reason": str(error)}
         itemsize = jnp.dtype(dtype).itemsize
@@ -229,7 +228,7 @@ def measure(case: Case, implementation: str, dtype: str, limits: Limits, repeat:
         problem = prepare(case, implementation, dtype, copies, chain)
         inputs = problem.inputs
         _, out = problem.run(inputs.q, inputs.cache, turns_of(problem)[0], jnp.asarray(inputs.positions))
-        error, allowed = worst_error(case, inputs, out), tolerance(dtype, jax.default_backend())
+        error, allowed = worst_error(case, inputs, out), tolerance(dtype, jax.default_backend(), implementation)
         checked = {"error": error, "allowed_error": allowed}
         if not error <= allowed:
             return {"status": "wrong", "reason": f"off by {error:.2g} of the largest value", **checked}

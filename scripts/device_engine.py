@@ -19,7 +19,7 @@ PROMPTS, ANSWER = (1, 17, 64, 130, 300, 511), 24  # tokens
 MARGIN = 0.3  # of the logits' deviation: what bfloat16 may decide either way
 MEDIAN = 0.03  # of the logits' deviation: how far they may be apart
 MAX_LEN = 16384  # a layer's cache has 67 MB or more: what a product may take for itself is less
-SETTINGS = {"slots": 4, "max_len": MAX_LEN, "chunk_sizes": (256,), "dtype": "bfloat16"}
+SETTINGS = {"slots": 4, "max_len": MAX_LEN, "chunk_sizes": (256,), "dtype": "bfloat16", "prefix_reuse": False}
 
 
 def make_config(head_dim: int, window: int | None, soft_cap: float | None = None) -> ModelConfig:

@@ -2,8 +2,9 @@
 
 For each head dim, decode rows and prompt chunks are tuned apart: every candidate runs the same few cases, checked and
 timed as scripts.bench_attention does; one that does not compile, or is wrong, is out. The best has the least geometric
-mean of seconds; the entry in use stays unless the best is faster by more than 2 %. The JSON is written anew after every
-candidate.
+mean of seconds; the entry in use stays unless the best is faster by more than 2 %. The JSON is written anew before
+every candidate, which it names as `trying`: that is the one to blame where a device hangs. One that breaks the device,
+so that nothing runs in this process any more, ends the tuning.
 
 Exit status: 0; 1 if a candidate was wrong; 2 if something could not be run or written; 130 after Ctrl-C.
 """
@@ -17,16 +18,19 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from pallas_kernels.attention import IMPLEMENTATIONS
+from pallas_kernels.attention import IMPLEMENTATIONS, cache_shapes
 from pallas_kernels.attention.tuning import MEASURED, Tuning, tuning
 from scripts import attention_timing
 from scripts.attention_cases import Case
 from scripts.bench_attention import names, write_json
 from scripts.command import Refused, Report, check_targets, exit_status
+from scripts.device_steps import device_lives
 from scripts.limits import Limits
 
 BLOCK_K = {"mosaic_gpu": (64, 128), "mosaic_tpu": (128, 256, 512, 1024)}
@@ -73,11 +77,31 @@ def cases_of(part: str, H: int) -> list[Case]:
     ]
 
 
-def candidates(implementation: str, part: str, used: Tuning) -> list[Tuning]:
-    """The entry in use first; the other part stays as it is."""
-    sizes = product(BLOCK_K[implementation], STAGES[implementation])
+def candidates(key: tuple[str, str, str, int], part: str, used: Tuning) -> list[Tuning]:
+    """The entry in use first; the other part stays as it is. Of several that would run alike, one, as it would run."""
+    sizes = product(BLOCK_K[key[0]], STAGES[key[0]])
     changed = [replace(used, **{f"{part}_block_k": block_k, f"{part}_stages": stages}) for block_k, stages in sizes]
-    return [used, *(one for one in changed if one != used)]
+    alike = {as_run(key, part, used): used}
+    for one in changed:
+        alike.setdefault(as_run(key, part, one), as_run(key, part, one))
+    return list(alike.values())
+
+
+def as_run(key: tuple[str, str, str, int], part: str, one: Tuning) -> Tuning:
+    """With the block that a TPU's memory leaves of the one that is asked for, in the part's cases."""
+    implementation, _, dtype, H = key
+    if implementation != "mosaic_tpu":
+        return one
+    from pallas_kernels.attention import mosaic_tpu_attend
+
+    block_k, stages = getattr(one, f"{part}_block_k"), getattr(one, f"{part}_stages")
+    rows = []
+    for case in cases_of(part, H):
+        shapes = cache_shapes(implementation, len(case.segments), case.kv_heads, case.slot_rows, H)
+        kv = jax.ShapeDtypeStruct(shapes[0], jnp.dtype(dtype))
+        heads = mosaic_tpu_attend.heads_together(kv, stages) if part == "decode" else 1
+        rows.append(mosaic_tpu_attend.block_rows(kv, block_k, stages, heads))
+    return replace(one, **{f"{part}_block_k": max(rows)})
 
 
 @contextmanager
@@ -144,18 +168,24 @@ def tune(options: Options, console: Console, report: Report) -> int:
         result["entries"].append(entry)
         for part in PARTS:
             tried: list[dict[str, Any]] = []
-            for candidate in candidates(implementation, part, used):
+            for candidate in candidates(key, part, used):
                 if time.monotonic() - start > options.budget_s:
                     result["complete"] = False
                     break
+                result["trying"] = {"key": key, "part": part, **asdict(candidate)}
+                write_json(options.json, result, done=False)
                 tried.append(try_candidate(key, part, candidate, limits, options.repeat))
                 entry["tried"].append(tried[-1])
                 report(line(H, tried[-1]))
-                write_json(options.json, result, done=False)
+                if tried[-1]["cases"][-1]["status"] == "error" and not device_lives():
+                    result["complete"] = False
+                    write_json(options.json, result, done=True)
+                    raise Refused("nothing runs on the device any more; the JSON has what was found before")
             if chosen := best(tried):
                 found = replace(found, **{name: chosen[name] for name in (f"{part}_block_k", f"{part}_stages")})
         entry["found"] = asdict(found)
         entry["text"] = f"    {key!r}: {text_of(found)},".replace("'", '"')
+    result.pop("trying", None)
     write_json(options.json, result, done=True)
     console.print(table(result))
     report("for MEASURED in pallas_kernels/attention/tuning.py:")

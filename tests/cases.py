@@ -1,4 +1,4 @@
-"""Named attention shapes, shared by tests and benchmarks."""
+"""Named attention shapes, for the tests of attention's values, races and programs."""
 
 from dataclasses import dataclass
 
@@ -42,4 +42,16 @@ CASES = [
     AttentionCase(
         "window_soft_cap_scale", 4, 2, 64, S, decode=(255,), chunks=((9, 64),), window=8, soft_cap=5.0, scale=0.3
     ),
+]
+
+# Several splits of decode rows on a GPU, 512 keys each (256 where H = 256), some of them cut by a window; more key
+# blocks than a ring of buffers holds; several of them a tile on a TPU. Interpreters take seconds for each.
+LONG_S = 1536
+LONG = (LONG_S - 1, 511, 512, 600, 0, None)
+LONG_CASES = [
+    AttentionCase("long_decode", 4, 1, 64, LONG_S, decode=LONG),
+    AttentionCase("long_decode_window", 4, 2, 64, LONG_S, decode=LONG, window=700),
+    AttentionCase("long_decode_256", 2, 1, 256, LONG_S, decode=LONG, window=300),
+    AttentionCase("long_chunk", 3, 1, 64, LONG_S, chunks=((700, 100), (1400, 130))),
+    AttentionCase("long_chunk_window", 2, 1, 128, LONG_S, chunks=((700, 100), (1400, 130)), window=600),
 ]

@@ -1,7 +1,13 @@
 """Options and settings that all tests share."""
 
+import os
+
 import jax
 import pytest
+
+# XLA's threads on a CPU. The GPU interpreter blocks one of them in every warpgroup that waits for a barrier: with two
+# of them, the warpgroup that all wait for may never come to run.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import cpu, mosaic_gpu, mosaic_tpu, reference, xla
@@ -29,9 +31,9 @@ LayerCache = tuple[jax.Array, ...]
 class Implementation(NamedTuple):
     """One way to attend and to write, on a cache of one layout.
 
-    `unavailable()` says why it cannot run on this machine, `unsupported(dtype, cache_dtype, head_dim)` why it
-    cannot take queries and a cache of these dtypes and heads of this size; None: it can. The first may
-    compile something.
+    `unavailable()` says why it cannot run on this machine, `unsupported(dtype, cache_dtype, head_dim, heads, kv_heads)`
+    why it cannot take queries and a cache of these dtypes and heads of this size and number; None: it can. The first
+    may compile something.
     """
 
     attend: Callable[..., jax.Array]
@@ -40,7 +42,7 @@ class Implementation(NamedTuple):
     lanes: int  # a fused row is a multiple of so many
     block_q: int  # rows of a block of a prompt chunk; 1: no blocks, decode rows are chunks of one
     unavailable: Callable[[], str | None]
-    unsupported: Callable[[Any, Any, int], str | None] = lambda dtype, cache_dtype, head_dim: None
+    unsupported: Callable[[Any, Any, int, int, int], str | None] = lambda *sizes: None
 
 
 # In order of preference.
@@ -69,20 +71,23 @@ IMPLEMENTATIONS = {
 }
 
 
-def choose_implementation(name: str | None, *, dtype: Any, cache_dtype: Any, head_dim: int) -> str:
+def choose_implementation(
+    name: str | None, *, dtype: Any, cache_dtype: Any, head_dim: int, heads: int, kv_heads: int
+) -> str:
     """`name` if it can run here; for None the first that can. Raises ValueError saying why a named one cannot."""
+    sizes = dtype, cache_dtype, head_dim, heads, kv_heads
     if name is None:
-        return next(name for name in IMPLEMENTATIONS if _refusal(name, dtype, cache_dtype, head_dim) is None)
+        return next(name for name in IMPLEMENTATIONS if _refusal(name, sizes) is None)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation {name!r} is not one of {list(IMPLEMENTATIONS)}")
-    if reason := _refusal(name, dtype, cache_dtype, head_dim):
+    if reason := _refusal(name, sizes):
         raise ValueError(f"attention implementation {name!r} cannot run here: {reason}")
     return name
 
 
-def _refusal(name: str, dtype: Any, cache_dtype: Any, head_dim: int) -> str | None:
+def _refusal(name: str, sizes: tuple[Any, Any, int, int, int]) -> str | None:
     one = IMPLEMENTATIONS[name]
-    return one.unavailable() or one.unsupported(dtype, cache_dtype, head_dim)
+    return one.unavailable() or one.unsupported(*sizes)
 
 
 def cache_shapes(implementation: str, slots: int, kv_heads: int, rows: int, head_dim: int) -> list[tuple[int, ...]]:
@@ -91,6 +96,14 @@ def cache_shapes(implementation: str, slots: int, kv_heads: int, rows: int, head
     if one.layout == "split":
         return [(slots, kv_heads, rows, head_dim)] * 2
     return [(slots, kv_heads, rows, -(-2 * head_dim // one.lanes) * one.lanes)]
+
+
+def _check_cache(implementation: str, layer_cache: LayerCache, head_dim: int) -> None:
+    """Raises ValueError for arrays that are not those of the implementation's layout."""
+    shapes = [tuple(array.shape) for array in layer_cache]
+    slots, kv_heads, rows, _ = shapes[0]
+    if (wanted := cache_shapes(implementation, slots, kv_heads, rows, head_dim)) != shapes:
+        raise ValueError(f"attention implementation {implementation!r} reads a cache of {wanted}, not {shapes}")
 
 
 def write_rows(
@@ -103,10 +116,14 @@ def write_rows(
     num_decode: int,
     implementation: str,
 ) -> LayerCache:
-    """Put row t at `(slots[t], positions[t])`, in place where the cache is donated. Rows of slot B are dropped.
+    """Put row t at `(slots[t], positions[t])`, in place where the cache is donated.
 
-    The rows come as `slot_attention` takes them.
+    The rows come as `slot_attention` takes them. Rows of slot B, and rows at S and beyond, are dropped.
+
+    Raises:
+        ValueError: a cache that is not of the implementation's layout.
     """
+    _check_cache(implementation, layer_cache, k.shape[-1])
     with jax.named_scope("write_rows"):
         return IMPLEMENTATIONS[implementation].write(layer_cache, k, v, slots, positions, num_decode=num_decode)
 
@@ -130,24 +147,36 @@ def slot_attention(
     padding rows last. A row of slot B is padding: it reads nothing and its result is zero. Rows of the cache that the
     mask excludes may hold anything, NaN included. Scores, softmax and sums are float32; the result has q's dtype.
 
+    Positions are to be from 0 to S - 1 and are clamped to that: what a row elsewhere gives is nobody's business, but it
+    too reads nothing outside its slot.
+
     Args:
-        window: may be traced.
+        window: at least 1. May be traced, and is then taken as 1 where it is less.
         scale: factor on the scores; `H ** -0.5` if None.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` after scaling (Gemma 2).
         implementation: one of `IMPLEMENTATIONS`, as `choose_implementation` gives it. It is lowered for whatever
             platform the program is compiled for, this machine's or another.
 
     Raises:
-        ValueError: an implementation that does not take these dtypes and dims, or rows that cannot be blocked.
+        ValueError: an implementation that does not take these dtypes and dims, a cache that is not of its layout, rows
+            that cannot be blocked, or a scale or window that makes no sense.
     """
-    one, (T, _, H) = IMPLEMENTATIONS[implementation], q.shape
-    if reason := one.unsupported(q.dtype, layer_cache[0].dtype, H):
+    one, (T, N, H) = IMPLEMENTATIONS[implementation], q.shape
+    _, K, S, _ = layer_cache[0].shape
+    if reason := one.unsupported(q.dtype, layer_cache[0].dtype, H, N, K):
         raise ValueError(f"attention implementation {implementation!r}: {reason}")
+    _check_cache(implementation, layer_cache, H)
     if (T - num_decode) % one.block_q or num_decode > T:
         raise ValueError(f"{T} rows less {num_decode} decode rows are not blocks of {one.block_q}")
     scale = float(H**-0.5 if scale is None else scale)
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")
+    if isinstance(window, int | np.integer):
+        if window < 1:
+            raise ValueError(f"window must be at least 1, not {window}")
+    elif window is not None:
+        window = jnp.maximum(window, 1)
+    positions = jnp.clip(positions, 0, S - 1)
     with jax.named_scope("slot_attention"):
         return one.attend(
             q, layer_cache, slots, positions, num_decode=num_decode, window=window, soft_cap=soft_cap, scale=scale

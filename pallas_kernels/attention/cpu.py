@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.cpu import unavailable as unavailable
 
 
-def unsupported(dtype, cache_dtype, head_dim):
+def unsupported(dtype, cache_dtype, head_dim, heads, kv_heads):
     """See `Implementation`."""
     wrong = {str(jnp.dtype(one)) for one in (dtype, cache_dtype) if one not in (jnp.float32, jnp.bfloat16)}
     return f"it takes float32 and bfloat16, not {' and '.join(sorted(wrong))}" if wrong else None

@@ -9,10 +9,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention import support
 from pallas_kernels.attention.tuning import tuning
 
 BLOCK_Q = 64
-HEAD_DIMS = (64, 80, 96, 128, 256)
+MOST_HEADS = 64  # query heads of a KV head: the rows of a wgmma, in which a decode row's all lie
 
 
 @functools.cache
@@ -24,21 +25,17 @@ def unavailable():
     capability = str(getattr(device, "compute_capability", None))
     if capability.partition(".")[0] == "9":
         return None
+    # What it would take before Hopper: kernels of their own on `plgpu.mma` (Ampere's, from registers to registers) and
+    # on `copy_gmem_to_smem`, which is cp.async there. It takes no barriers, so no producer could load for others, and
+    # does not mask what is out of bounds. JAX has both from 0.11 on; they are untried here.
     reason = f"{device.device_kind} has compute capability {capability}, the kernels need 9.x (Hopper)"
     warnings.warn(f"attention runs as `xla`: {reason}", stacklevel=2)
     return reason
 
 
-def unsupported(dtype, cache_dtype, head_dim):
+def unsupported(*sizes):
     """See `Implementation`."""
-    dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries are {dtype}, not bfloat16 or float16"
-    if dtype != cache_dtype:
-        return f"queries are {dtype}, the cache is {cache_dtype}"
-    if head_dim not in HEAD_DIMS:
-        return f"a head dim of {head_dim} is not one of {HEAD_DIMS}"
-    return None
+    return support.unsupported(*sizes, dtypes=(jnp.bfloat16, jnp.float16), most_heads=MOST_HEADS)
 
 
 def write(layer_cache, k, v, slots, positions, *, num_decode, interpret=False):

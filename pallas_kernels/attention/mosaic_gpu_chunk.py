@@ -63,9 +63,13 @@ def chunk(q, kv, slots, positions, *, window, soft_cap, scale, tuning, interpret
         kv: [B, K, S, 2H] of the same dtype, keys in lanes [0, H), values in [H, 2H).
         slots, positions: [T].
     """
-    (T, N, H), (_, K, S, _) = q.shape, kv.shape
+    (T, N, H), (B, K, S, _) = q.shape, kv.shape
     G, block_k, stages = N // K, tuning.chunk_block_k, tuning.chunk_stages
-    assert T % BLOCK_Q == S % block_k == block_k % 64 == 0 < stages - 1
+    for what, rows, block in (("a chunk", T, BLOCK_Q), ("a slot", S, block_k), ("a block of keys", block_k, 64)):
+        if rows % block:
+            raise ValueError(f"{what} of {rows} rows is not blocks of {block}")
+    if stages < 2:
+        raise ValueError(f"copies need at least 2 blocks in flight, not {stages}")
     blocks = T // BLOCK_Q
     units = blocks * G // 2 if G % 2 == 0 else -(-blocks // 2) * G
     swizzle = plgpu.find_swizzle(H * 16)
@@ -100,14 +104,15 @@ def chunk(q, kv, slots, positions, *, window, soft_cap, scale, tuning, interpret
         interpret=interpret or None,
         kernel_name="chunk_attention",
     )
-    return kernel(q, kv, _describe(slots, positions, blocks + blocks % 2, kv.shape[0], window))
+    return kernel(q, kv, _describe(slots, positions, blocks + blocks % 2, B, S, window))
 
 
-def _describe(slots, positions, blocks, B, window):
+def _describe(slots, positions, blocks, B, S, window):
     """`[slot of every block, position of its first row, its live rows, window]` flat, int32, padded to `blocks`."""
     slots, positions = (x.astype(jnp.int32).reshape(-1, BLOCK_Q) for x in (slots, positions))
     slot = slots[:, :1]
     live = jnp.sum((slots == slot) & (slot < B), axis=1, dtype=jnp.int32)
+    live = jnp.minimum(live, S - positions[:, 0])  # rows past the end of the slot are passed over
     rows = jnp.stack([slot[:, 0], positions[:, 0], live])
     rows = jnp.pad(rows, ((0, 0), (0, blocks - rows.shape[1])))
     return jnp.append(rows.reshape(-1), jnp.asarray(0 if window is None else window, jnp.int32))

@@ -11,11 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention.mosaic_gpu import MOST_HEADS
 from pallas_kernels.attention.tuning import Tuning
 
-M = 64  # rows of a wgmma: the query heads of one KV head come first, what follows them is never stored
+M = MOST_HEADS  # rows of a wgmma: the query heads of one KV head come first, what follows them is never stored
 SHARED_PER_SM, SHARED_RESERVED = 233472, 1024 + 1024  # bytes; what the driver and barriers take of them
 COMBINE_STAGES = 4
+# Multiprocessors of an H100 or H200 SXM; the persistent grid is as many times the CTAs that one of them holds. Other
+# Hoppers have fewer: there some CTAs wait for others to end, and results are the same.
+NUM_SMS = 132
 
 
 class _Sizes(namedtuple("_Sizes", "B R N K S H split")):
@@ -49,7 +53,6 @@ def decode(
     scale: float,
     tuning: Tuning,
     interpret=False,
-    num_sms: int = 132,
 ) -> Float[Array, "R N H"]:
     """Row r attends to rows `max(0, positions[r] - window + 1) .. positions[r]` of slot `slots[r]`; slot B is padding.
 
@@ -60,15 +63,16 @@ def decode(
     G = N // K
     sizes = _Sizes(B, R, N, K, S, H, split=512 if H <= 128 else 256)
     padded, num_splits = sizes.padded, sizes.num_splits
-    if G > M or S % tuning.decode_block_k or sizes.split % tuning.decode_block_k:
-        raise ValueError(f"{G} query heads a KV head, or {S} rows a slot in blocks of {tuning.decode_block_k}")
+    for what, rows in (("a slot", S), ("a split", sizes.split)):
+        if rows % tuning.decode_block_k:
+            raise ValueError(f"{what} of {rows} rows is not blocks of {tuning.decode_block_k}")
     rows = _live_splits(slots, positions, window, sizes)
 
     queries = q.reshape(R * K, G, H)
     if padded > G:
         queries = jnp.pad(queries, ((0, 0), (0, padded - G), (0, 0)))
     scratch, shared = _scratch(H, q.dtype, tuning, interpret)
-    ctas = num_sms * max(1, min(3 if H <= 96 else 2, SHARED_PER_SM // (shared + SHARED_RESERVED)))  # registers, memory
+    ctas = NUM_SMS * max(1, min(3 if H <= 96 else 2, SHARED_PER_SM // (shared + SHARED_RESERVED)))  # registers, memory
     ctas = min(3 if interpret else ctas, R * K * num_splits)
     outputs, log_sums = plgpu.kernel(
         functools.partial(_decode_kernel, sizes=sizes, ctas=ctas, tuning=tuning, soft_cap=soft_cap, scale=scale),

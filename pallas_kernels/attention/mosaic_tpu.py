@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention import support
+
 BLOCK_Q = 64
-HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def unavailable():
@@ -13,16 +14,9 @@ def unavailable():
     return None if backend == "tpu" else f"the default backend is {backend}, not a TPU"
 
 
-def unsupported(dtype, cache_dtype, head_dim):
+def unsupported(*sizes):
     """See `Implementation`."""
-    dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"queries are {dtype}, not bfloat16 or float32"
-    if dtype != cache_dtype:
-        return f"queries are {dtype}, the cache is {cache_dtype}"
-    if head_dim not in HEAD_DIMS:
-        return f"a head dim of {head_dim} is not one of {HEAD_DIMS}"
-    return None
+    return support.unsupported(*sizes, dtypes=(jnp.bfloat16, jnp.float32))
 
 
 def attend(*args, **kwargs):

@@ -46,7 +46,7 @@ def attend(q, layer_cache, slots, positions, *, num_decode, window, soft_cap, sc
         rows = jnp.pad(q[:num_decode].reshape(num_decode, K, G, D), ((0, 0), (0, 0), (0, -G % sublanes), (0, 0)))
         at = (slots[:num_decode], positions[:num_decode], positions[:num_decode])
         stages = tuned.decode_stages
-        heads = max(n for n in range(1, K + 1) if K % n == 0 and (n == 1 or _rows_that_fit(kv, stages * n)))
+        heads = heads_together(kv, stages)
         out = run(rows, *at, tokens=1, heads=heads, block_k=tuned.decode_block_k, stages=stages)
         parts.append(out[:, :, :G].reshape(num_decode, N, H))
     if num_decode < T:
@@ -59,6 +59,17 @@ def attend(q, layer_cache, slots, positions, *, num_decode, window, soft_cap, sc
         out = run(tiles, *at, tokens=BLOCK_Q, heads=1, block_k=tuned.chunk_block_k, stages=tuned.chunk_stages)
         parts.append(out.reshape(blocks, N, BLOCK_Q, H).swapaxes(1, 2).reshape(T - num_decode, N, H))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def heads_together(kv, stages):
+    """KV heads that a decode row's grid step takes: as many as the ring of buffers has a copy's rows of."""
+    K = kv.shape[1]
+    return max(n for n in range(1, K + 1) if K % n == 0 and (n == 1 or _rows_that_fit(kv, stages * n)))
+
+
+def block_rows(kv, block_k, stages, heads):
+    """Keys of a block where `block_k` are asked for: no more than a slot has, nor than the ring of buffers holds."""
+    return max(min(block_k, kv.shape[2], _rows_that_fit(kv, stages * heads)), COPY_ROWS)
 
 
 def _rows_that_fit(kv, heads):
@@ -79,7 +90,7 @@ def _attend_tiles(
     B, K, S, lanes = kv.shape
     tiles, groups, rows, D = q.shape
     groups //= heads
-    block_k = max(min(block_k, S, _rows_that_fit(kv, stages * heads)), COPY_ROWS)
+    block_k = block_rows(kv, block_k, stages, heads)
     # `following[i]`: the first tile from i on that is not padding, `tiles` if there is none.
     live = jnp.where(slots < B, jnp.arange(tiles), tiles)
     following = jnp.append(lax.cummin(live, reverse=True), tiles)

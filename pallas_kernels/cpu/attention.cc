@@ -37,15 +37,12 @@ inline Vec Exp(Vec x) {
   Vec n = x * 1.44269504088896341f;
   const Vec round = Vec{} + 12582912.0f;  // 1.5 * 2^23
   n = (n + round) - round;
-  x = x - n * 0.693359375f;
-  x = x - n * -2.12194440e-4f;
+  x = MultiplyAdd(-0.693359375f, n, x);
+  x = MultiplyAdd(2.12194440e-4f, n, x);
   Vec y = Vec{} + 1.9875691500e-4f;
-  y = y * x + 1.3981999507e-3f;
-  y = y * x + 8.3334519073e-3f;
-  y = y * x + 4.1665795894e-2f;
-  y = y * x + 1.6666665459e-1f;
-  y = y * x + 5.0000001201e-1f;
-  y = y * x * x + x + 1.0f;
+  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = MultiplyAdd(y, x, Vec{} + next);
+  y = MultiplyAdd(y * x, x, x) + 1.0f;
   IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
   Vec scale;
   std::memcpy(&scale, &power, sizeof scale);

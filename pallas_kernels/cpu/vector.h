@@ -30,17 +30,31 @@ typedef float Vec8 __attribute__((vector_size(32), aligned(4), may_alias));
 inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 
-// a * b + c, rounded once. By name, not left to the compiler: tuned for some CPUs GCC fuses in one loop and not in the
-// next, and results would then depend on which of them computed a sum.
+// a * b + c, rounded once where the machine can do that. By name, not left to the compiler, which is told to fuse
+// nothing (-ffp-contract=off): tuned for some CPUs GCC would fuse in one loop and not in the next, and results would then
+// depend on which of them computed a sum.
 template <typename V>
-inline V MultiplyAdd(float a, V b, V c) {
+inline V MultiplyAdd(V a, V b, V c) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(V) == 64) return _mm512_fmadd_ps(_mm512_set1_ps(a), b, c);
+  if constexpr (sizeof(V) == 64) return _mm512_fmadd_ps(a, b, c);
 #endif
 #if defined(__FMA__)
-  if constexpr (sizeof(V) == 32) return _mm256_fmadd_ps(_mm256_set1_ps(a), b, c);
+  if constexpr (sizeof(V) == 32) return _mm256_fmadd_ps(a, b, c);
+#endif
+#if defined(__FP_FAST_FMAF)
+#if __has_builtin(__builtin_elementwise_fma)
+  return __builtin_elementwise_fma(a, b, c);
+#else
+  for (size_t i = 0; i < sizeof(V) / sizeof(float); i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);  // one instruction
+  return c;
+#endif
 #endif
   return a * b + c;
+}
+
+template <typename V>
+inline V MultiplyAdd(float a, V b, V c) {
+  return MultiplyAdd(a - V{}, b, c);  // not V{} + a, which would make a zero of a negative one
 }
 
 inline void Prefetch(const void* p, int64_t bytes) {

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from batching.plan import PlanShapes
-from batching.step import init_state, split_model, step
+from batching.step import copy_prefix, init_state, split_model, step
 from model.config import ModelConfig
 from model.kv_cache import init_cache
 from model.transformer import Transformer
@@ -42,10 +42,10 @@ def block_sizes(target, monkeypatch):
             monkeypatch.setitem(MEASURED, (name, "", *rest), sizes)
 
 
-def implementation_for(target: str, head_dim: int) -> str:
+def implementation_for(target: str, head_dim: int, dtype: Any = DTYPE, heads: int = 1, kv_heads: int = 1) -> str:
     """The one that is written for `target`; skips the test where it does not take such heads."""
     name = "mosaic_gpu" if target in GPUS else "mosaic_tpu"
-    if reason := IMPLEMENTATIONS[name].unsupported(DTYPE, DTYPE, head_dim):
+    if reason := IMPLEMENTATIONS[name].unsupported(dtype, dtype, head_dim, heads, kv_heads):
         pytest.skip(reason)
     return name
 
@@ -64,13 +64,13 @@ def rows_of(kind: str, implementation: str) -> tuple[int, int]:
     return (SLOTS, SLOTS) if kind == "decode" else (4 * IMPLEMENTATIONS[implementation].block_q, 0)
 
 
-def layer_cache(implementation: str, head_dim: int) -> LayerCache:
-    sizes = {"slots": SLOTS, "max_len": ROWS, "kv_heads": KV_HEADS, "head_dim": head_dim, "dtype": DTYPE}
+def layer_cache(implementation: str, head_dim: int, dtype: Any = DTYPE, kv_heads: int = KV_HEADS) -> LayerCache:
+    sizes = {"slots": SLOTS, "max_len": ROWS, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     return jax.eval_shape(partial(init_cache, layers=1, implementation=implementation, **sizes))[0]
 
 
-def heads_of(rows: int, heads: int, head_dim: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, heads, head_dim), DTYPE)
+def heads_of(rows: int, heads: int, head_dim: int, dtype: Any = DTYPE) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, heads, head_dim), dtype)
 
 
 def indices(rows: int) -> jax.ShapeDtypeStruct:
@@ -125,18 +125,41 @@ def check_attention(target, kind, group, head_dim, case, *, window=False, soft_c
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kind", ["decode", "chunk"])
 def test_write(target, kind, head_dim):
+    check_write(target, kind, head_dim, KV_HEADS, DTYPE, f"write {kind} H={head_dim}")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("kind", ["decode", "chunk"])
+def test_other_dtypes(target, kind, head_dim, dtype):
+    check_write(target, kind, head_dim, KV_HEADS, dtype, f"write {kind} H={head_dim} {jnp.dtype(dtype)}", group=4)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["decode", "chunk"])
+def test_many_kv_heads(target, kind, head_dim, dtype, kv_heads):
+    """All of whose rows are written together on a TPU, and of decode rows read together."""
+    name = f"write {kind} H={head_dim} K={kv_heads} {jnp.dtype(dtype)}"
+    check_write(target, kind, head_dim, kv_heads, dtype, name)
+
+
+def check_write(target, kind, head_dim, kv_heads, dtype, case, *, group=1):
     """With the attention that reads the rows: some XLAs refuse a TPU program that does nothing but write."""
-    implementation = implementation_for(target, head_dim)
+    implementation = implementation_for(target, head_dim, dtype, group * kv_heads, kv_heads)
     rows, num_decode = rows_of(kind, implementation)
-    cache, new = layer_cache(implementation, head_dim), heads_of(rows, KV_HEADS, head_dim)
+    cache = layer_cache(implementation, head_dim, dtype, kv_heads)
+    new = heads_of(rows, kv_heads, head_dim, dtype)
+    q = heads_of(rows, group * kv_heads, head_dim, dtype)
     how = {"num_decode": num_decode, "implementation": implementation}
 
     def write_and_attend(cache, q, k, v, slots, positions):
         cache = write_rows(cache, k, v, slots, positions, **how)
         return cache, slot_attention(q, cache, slots, positions, **how)
 
-    arguments = cache, new, new, new, indices(rows), indices(rows)
-    compiled = compile_and_report(target, f"write {kind} H={head_dim}", write_and_attend, *arguments, donate_argnums=0)
+    arguments = cache, q, new, new, indices(rows), indices(rows)
+    compiled = compile_and_report(target, case, write_and_attend, *arguments, donate_argnums=0)
     assert_never_copied(compiled, cache)
     assert_in_place(compiled, cache)
 
@@ -157,5 +180,16 @@ def test_step(target, chunk):
         *(weights, state, shapes.empty(SLOTS, chunk)),
         static={"graph": graph, "num_decode": SLOTS, "implementation": implementation},
     )
+    assert_never_copied(compiled, state.cache)
+    assert_in_place(compiled, state.cache)
+
+
+def test_copy_of_a_prefix(target):
+    """From slot to slot, in all layers of the same model: a block of rows at a time, of one array after the other."""
+    config = ModelConfig.from_hf(CONFIGS["HuggingFaceTB/SmolLM2-135M"])
+    implementation = implementation_for(target, config.head_dim)
+    sizes = {"slots": SLOTS, "max_len": ROWS, "cache_dtype": DTYPE, "implementation": implementation}
+    state, number = jax.eval_shape(partial(init_state, config, **sizes)), jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = compile_and_report(target, "copy of a prefix", copy_prefix, state, number, number, number)
     assert_never_copied(compiled, state.cache)
     assert_in_place(compiled, state.cache)

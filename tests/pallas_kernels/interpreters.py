@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+from typing import Any
 
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -11,6 +12,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.attention import IMPLEMENTATIONS
 
 INTERPRETERS = {"mosaic_gpu": plgpu.InterpretGPUParams, "mosaic_tpu": pltpu.InterpretParams}
+# Where an interpreter makes the state of its race detector, and of which class: one a kernel, which has no public name.
+RACE_STATES = {
+    "mosaic_gpu": ("mosaic_gpu.interpret.gpu_callbacks", "GPURaceDetectionState"),
+    "mosaic_tpu": ("mosaic.interpret.interpret_pallas_call", "RaceDetectionState"),
+}
 
 
 def interpreted(name, monkeypatch, **options):
@@ -27,19 +33,28 @@ def interpreted(name, monkeypatch, **options):
         monkeypatch.setitem(IMPLEMENTATIONS, name, one._replace(attend=attend, write=write))
 
 
-def found_races(name):
-    """Whether the interpreter's race detector, which has no public answer, saw one since the last program began."""
-    interpret = _module(name)
-    races = interpret.get_races() if name == "mosaic_gpu" else interpret.races
-    return races.races_found
+class Races:
+    """What the race detector sees from now on, of every kernel that is interpreted."""
+
+    def __init__(self, name, monkeypatch):
+        place, kind = RACE_STATES[name]
+        module, self.states = importlib.import_module(f"jax._src.pallas.{place}"), []
+        make = getattr(module, kind)
+
+        def record(*args: Any, **options: Any):
+            self.states.append(make(*args, **options))
+            return self.states[-1]
+
+        monkeypatch.setattr(module, kind, record)
+
+    @property
+    def found(self):
+        """For each kernel, in their order, whether there was one."""
+        return [state.races_found for state in self.states]
 
 
 def reset(name):
     """Forget a program that broke off."""
-    kind = "gpu" if name == "mosaic_gpu" else "tpu"
-    getattr(_module(name), f"reset_{kind}_interpret_mode_state")()
-
-
-def _module(name):
-    folder = "mosaic_gpu" if name == "mosaic_gpu" else "mosaic"
-    return importlib.import_module(f"jax._src.pallas.{folder}.interpret.interpret_pallas_call")
+    folder, kind = ("mosaic_gpu", "gpu") if name == "mosaic_gpu" else ("mosaic", "tpu")
+    module = importlib.import_module(f"jax._src.pallas.{folder}.interpret.interpret_pallas_call")
+    getattr(module, f"reset_{kind}_interpret_mode_state")()

@@ -4,6 +4,7 @@ What has no device here runs in Pallas' interpreter, where a program takes secon
 """
 
 import dataclasses
+import itertools
 import zlib
 
 import jax
@@ -12,29 +13,32 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import IMPLEMENTATIONS, cache_shapes, choose_implementation, slot_attention, write_rows
-from tests.cases import CASES, AttentionCase
+from tests.cases import CASES, LONG_CASES, AttentionCase
 from tests.oracle import attention as oracle
 from tests.pallas_kernels.interpreters import interpreted
 
 # The GPU interpreter multiplies in NumPy, which warns of the NaN in rows that the masks then exclude.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 
-# float32: sums of up to 256 products rounded to 2**-24, on values near one: a few 1e-7; 2e-6 leaves room for order.
+# float32: sums of up to 1536 products rounded to 2**-24, on values near one: a few 1e-7; 2e-6 leaves room for order.
 # bfloat16, float16: inputs and result are rounded (2**-9 and 2**-12 relative), and the Mosaic kernels round each weight
 # (at most 1) before the product with the values, as every flash attention does; sums are float32.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 def takes(implementation, case, dtype):
-    return IMPLEMENTATIONS[implementation].unsupported(jnp.dtype(dtype), jnp.dtype(dtype), case.head_dim) is None
+    sizes = jnp.dtype(dtype), jnp.dtype(dtype), case.head_dim, case.heads, case.kv_heads
+    return IMPLEMENTATIONS[implementation].unsupported(*sizes) is None
+
+
+def dtypes_of(implementation, case):
+    return [dtype for dtype in TOLERANCE if takes(implementation, case, dtype)]
 
 
 RUNS = [
     pytest.param(name, case, dtype, id=f"{name}-{case.name}-{dtype}")
-    for name in IMPLEMENTATIONS
-    for case in CASES
-    for dtype in TOLERANCE
-    if takes(name, case, dtype)
+    for name, case in itertools.product(IMPLEMENTATIONS, (*CASES, *LONG_CASES))
+    for dtype in dtypes_of(name, case)[: 1 if case in LONG_CASES else None]
 ]
 
 
@@ -106,7 +110,7 @@ def test_matches_float64(implementation, case, dtype):
 def test_a_row_does_not_depend_on_its_neighbours(implementation):
     """Bitwise: the same program with every other row changed gives this row the same bits."""
     case = next(case for case in CASES if case.name == "mixed")
-    dtype = next(dtype for dtype in TOLERANCE if takes(implementation, case, dtype))
+    dtype = dtypes_of(implementation, case)[0]
     q, cache, slots, positions = build(case, dtype, implementation)
     run = program(case, implementation)
     first = np.asarray(run(q, cache, slots, positions))
@@ -121,7 +125,7 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation):
 
 def test_one_program_serves_every_window(implementation):
     case = next(case for case in CASES if case.name == "window_4")
-    dtype = next(dtype for dtype in TOLERANCE if takes(implementation, case, dtype))
+    dtype = dtypes_of(implementation, case)[0]
     run = program(case, implementation)
     for window in (4, 100):
         one = dataclasses.replace(case, window=window)
@@ -136,7 +140,7 @@ def test_write_changes_its_rows_alone(implementation):
     case = AttentionCase(
         "write", 2, 2, 64, 256, decode=(0, 77, None, 255), chunks=((0, 70), (101, 150), (0, 0), (9, 3))
     )
-    dtype = next(dtype for dtype in TOLERANCE if takes(implementation, case, dtype))
+    dtype = dtypes_of(implementation, case)[0]
     q, cache, slots, positions = build(case, dtype, implementation)
     k, v = 2 * q + 1, -q
     how = {"num_decode": len(case.decode), "implementation": implementation}
@@ -152,19 +156,93 @@ def test_write_changes_its_rows_alone(implementation):
         np.testing.assert_array_equal(np.asarray(array, np.float32), np.asarray(wanted, np.float32))
 
 
+def test_nothing_is_read_past_the_end_of_a_slot(implementation):
+    """Nor written: positions from S on, as decode rows and in a block that runs over the end, with NaN behind."""
+    case = AttentionCase("past_the_end", 2, 1, 64, 256, decode=(255, 255, 255), chunks=((192, 64), (252, 4)), window=90)
+    dtype = dtypes_of(implementation, case)[0]
+    q, cache, slots, positions = build(case, dtype, implementation)
+    run = program(case, implementation)
+    right = np.asarray(run(q, cache, slots, positions))
+    D, B = len(case.decode), cache.shape[1]
+    # The slots that follow in memory are those of nobody.
+    apart = jnp.full((2, 2 * B, *cache.shape[2:]), jnp.nan, cache.dtype).at[:, ::2].set(cache)
+    doubled = jnp.where(slots < B, 2 * slots, 2 * B)
+    beyond = positions.at[1:D].set(jnp.asarray([256, 100_000]))
+    block_q = IMPLEMENTATIONS[implementation].block_q
+    if block_q > 1:  # the last chunk's rows go on past the end
+        first = len(slots) - block_q
+        beyond = beyond.at[first:].set(252 + jnp.arange(block_q))
+        doubled = doubled.at[first:].set(doubled[first])
+    out = np.asarray(run(q, apart, doubled, beyond))
+    live = np.asarray(slots) < B
+    np.testing.assert_array_equal(out[live], right[live])
+    assert np.isfinite(out).all()
+    how = {"num_decode": D, "implementation": implementation}
+    write = jax.jit(lambda cache, *args: write_rows(laid_out(cache, implementation), *args, **how))
+    zeros, new = jnp.zeros_like(apart), jnp.ones((len(slots), 1, 64), cache.dtype)
+    for array in write(zeros, new, new, doubled, beyond):
+        written = np.asarray(array.astype(jnp.float32)).any(axis=(1, 3))  # [slot, row]
+        assert not written[1::2].any()
+        for row in np.flatnonzero(np.asarray(beyond) < 256):
+            if live[row]:
+                assert written[doubled[row], beyond[row]]
+        assert written.sum() == len(
+            {(int(s), int(p)) for s, p in zip(doubled, beyond, strict=True) if p < 256 and s < 2 * B}
+        )
+
+
+def test_a_traced_window_is_at_least_one(implementation):
+    case = dataclasses.replace(next(case for case in CASES if case.name == "window_1"), chunks=())
+    inputs = build(case, dtypes_of(implementation, case)[0], implementation)
+    run = program(case, implementation)
+    right = np.asarray(run(*inputs, jnp.int32(1)))
+    assert np.isfinite(right).all()
+    np.testing.assert_array_equal(np.asarray(run(*inputs, jnp.int32(-3))), right)
+
+
+def test_what_serves_many_query_heads_of_a_kv_head(monkeypatch):
+    """GPU decode has one wgmma of 64 rows for them: beyond that the next implementation serves."""
+    gpu = IMPLEMENTATIONS["mosaic_gpu"]._replace(unavailable=lambda: None)
+    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic_gpu", gpu)
+    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["cpu"]._replace(unavailable=lambda: "not here"))
+    sizes = {"dtype": jnp.bfloat16, "cache_dtype": jnp.bfloat16, "head_dim": 64, "kv_heads": 1}
+    assert choose_implementation(None, **sizes, heads=64) == "mosaic_gpu"
+    assert choose_implementation(None, **sizes, heads=71) == "xla"
+    with pytest.raises(ValueError, match="71 query heads a KV head are more than 64"):
+        choose_implementation("mosaic_gpu", **sizes, heads=71)
+
+
 def test_refusals():
     case = CASES[0]
     q, cache, slots, positions = build(case, "float32", "xla")
+    sizes = {"dtype": q.dtype, "cache_dtype": q.dtype, "head_dim": 64, "heads": 3, "kv_heads": 1}
     with pytest.raises(ValueError, match="'nope' is not one of"):
-        choose_implementation("nope", dtype=q.dtype, cache_dtype=q.dtype, head_dim=64)
+        choose_implementation("nope", **sizes)
     with pytest.raises(ValueError, match="'mosaic_gpu' cannot run here"):
-        choose_implementation("mosaic_gpu", dtype=q.dtype, cache_dtype=q.dtype, head_dim=64)
+        choose_implementation("mosaic_gpu", **sizes)
+    for window in (0, -1, np.int32(0)):
+        with pytest.raises(ValueError, match=f"window must be at least 1, not {window}"):
+            slot_attention(q, tuple(cache), slots, positions, num_decode=6, window=window, implementation="xla")
     with pytest.raises(ValueError, match="6 rows less 2 decode rows are not blocks of 16"):
         slot_attention(q, tuple(cache), slots, positions, num_decode=2, implementation="xla")
     with pytest.raises(ValueError, match="'cpu': it takes float32 and bfloat16, not float16"):
         slot_attention(q.astype("float16"), tuple(cache), slots, positions, num_decode=6, implementation="cpu")
     with pytest.raises(ValueError, match="scale must be positive, not 0"):
         slot_attention(q, tuple(cache), slots, positions, num_decode=6, scale=0.0, implementation="xla")
+
+
+@pytest.mark.parametrize(("name", "other"), list(itertools.permutations(["xla", "mosaic_gpu", "mosaic_tpu"], 2)))
+def test_a_cache_of_another_layout_is_refused(name, other):
+    case = AttentionCase("layouts", 2, 2, 80, 128, decode=(3,))
+    q, cache, slots, positions = build(case, "bfloat16", name)
+    wrong, how = laid_out(cache, other), {"num_decode": 1, "implementation": name}
+    for call in (
+        lambda: slot_attention(q, wrong, slots, positions, **how),
+        lambda: write_rows(wrong, q, q, slots, positions, **how),
+        lambda: write_rows(laid_out(cache, name)[:1] * 3, q, q, slots, positions, **how),
+    ):
+        with pytest.raises(ValueError, match=f"'{name}' reads a cache of"):
+            call()
 
 
 def test_rows_without_blocks_in_any_order():

@@ -79,7 +79,7 @@ def test_which_products_it_takes():
 
 def test_without_a_compiler_another_implementation_serves(monkeypatch, afresh):
     monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
-    what = {"dtype": jnp.float32, "cache_dtype": jnp.float32, "head_dim": 64}
+    what = {"dtype": jnp.float32, "cache_dtype": jnp.float32, "head_dim": 64, "heads": 4, "kv_heads": 2}
     assert choose_implementation(None, **what) == "xla"
     with pytest.raises(ValueError, match="'cpu' cannot run here: it needs a C\\+\\+ compiler"):
         choose_implementation("cpu", **what)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from pallas_kernels.attention import cache_shapes
 from scripts.attention_cases import Case, cases_of, conformance, decode, full, mixed, prefill
-from scripts.attention_inputs import Inputs, make_inputs, make_small_inputs, worst_error
+from scripts.attention_inputs import Inputs, make_inputs, make_small_inputs, tolerance, worst_error
 from scripts.limits import Work
 from tests.oracle import attention as oracle
 
@@ -51,16 +52,19 @@ def test_names_tell_cases_apart():
         cases_of("quick", ["nothing"])
 
 
-@pytest.mark.parametrize("layout", ["split", "fused"])
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu", "mosaic_tpu"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_inputs_and_their_check_against_the_loops(case, layout):
+def test_inputs_and_their_check_against_the_loops(case, implementation):
     """What no row reads is NaN, the loops' result is right, and one number that is off anywhere is found."""
     for inputs in (
-        make_small_inputs(case, layout=layout, block_q=16, dtype="float32"),
-        make_inputs(case, layout=layout, block_q=16, dtype="float32", copies=2),
+        make_small_inputs(case, implementation=implementation, dtype="float32"),
+        make_inputs(case, implementation=implementation, dtype="float32", copies=2),
     ):
         arrays = [np.asarray(array) for array in inputs.cache]
-        k, v = arrays if layout == "split" else np.split(arrays[0], 2, -1)
+        assert [one.shape for one in arrays] == cache_shapes(implementation, len(arrays[0]), 2, 128, 16)
+        lanes = np.concatenate(arrays, -1)
+        k, v, rest = np.split(lanes, (16, 32), -1)
+        assert not rest.any()
         assert len(k) == len(case.segments) * len(inputs.slots)
         read = 2 * 16 * int(np.subtract(*reversed(case.readable())).sum())  # KV heads and H of each readable row
         assert np.isfinite(k).sum() == np.isfinite(v).sum() == read * len(inputs.slots)
@@ -79,3 +83,15 @@ def test_inputs_and_their_check_against_the_loops(case, layout):
                 bad = right.copy()
                 bad[place] = wrong
                 assert worst_error(case, one, bad, samples=samples) > 0.1
+
+
+def test_only_what_multiplies_float32_in_fewer_bits_is_allowed_to():
+    for name, platform, loose in (
+        ("mosaic_tpu", "tpu", False),
+        ("reference", "tpu", False),
+        ("xla", "tpu", True),
+        ("jax_nn", "gpu", True),
+        ("xla", "cpu", False),
+    ):
+        assert tolerance("float32", platform, name) == (3 * 2.0**-8 if loose else 2.0**-16)
+    assert tolerance("bfloat16", "tpu", "mosaic_tpu") == 3 * 2.0**-8

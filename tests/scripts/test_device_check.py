@@ -12,7 +12,7 @@ from scripts import device_check, device_engine, device_steps
 from scripts.attention_cases import Case
 from scripts.device_check import Group, Options
 
-CASE = Case("tiny", 4, 2, 16, decode=(4, None), chunks=((3, 20),), window=6)
+CASE = Case("tiny", 4, 2, 16, decode=(4, None), chunks=((3, 20),), window=6, rows=1024)
 
 # Steps named by what happens in them, as `scripts.device_steps` tells of its own.
 STUB = """
@@ -169,7 +169,7 @@ def plant(monkeypatch, **changes):
 def test_conformance(dtype):
     found = device_steps.conform(CASE, "xla", dtype)
     assert found["status"] == "ok", found
-    assert found["cache_bytes"] == 3 * 2 * 128 * 32 * (4 if dtype == "float32" else 2)
+    assert found["cache_bytes"] == 3 * 2 * 1024 * 32 * (4 if dtype == "float32" else 2)
 
 
 def test_attention_that_sees_too_much(monkeypatch):
@@ -190,6 +190,24 @@ def test_a_write_that_goes_astray(monkeypatch):
     plant(monkeypatch, write=also_padding)
     found = device_steps.conform(CASE, "xla", "float32")
     assert (found["status"], found["reason"]) == ("wrong", "write_rows left another cache than it should")
+
+
+def test_a_cache_that_is_copied(monkeypatch):
+    """On the way, or because it is not written in place."""
+    right, jit = IMPLEMENTATIONS["xla"].write, jax.jit
+
+    def backwards_and_back(*args, **how):
+        turned = jax.lax.optimization_barrier([one[:, :, ::-1] for one in right(*args, **how)])
+        return tuple(one[:, :, ::-1] for one in turned)
+
+    with monkeypatch.context() as patch:
+        plant(patch, write=backwards_and_back)
+        found = device_steps.conform(CASE, "xla", "float32")
+    assert found["status"] == "wrong"
+    assert "bytes beside a cache of" in found["reason"]
+    monkeypatch.setattr(device_steps.jax, "jit", lambda function, donate_argnums: jit(function))
+    found = device_steps.conform(CASE, "xla", "float32")
+    assert (found["status"], found["reason"]) == ("wrong", f"writes 0 bytes in place of {found['cache_bytes']}")
 
 
 def test_what_is_not_supported_is_no_fault(monkeypatch):

@@ -94,6 +94,30 @@ def test_nothing_works(tmp_path, monkeypatch, capsys):
     assert "none works" in capsys.readouterr().err
 
 
+def test_a_candidate_that_breaks_the_device_ends_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune_attention, "device_lives", lambda: False)
+    status, figures = run(tmp_path)
+    assert status == 2
+    assert not figures["complete"]
+    assert "nothing runs on the device any more" in capsys.readouterr().err
+    (entry,) = figures["entries"]
+    assert [one["score"] is None for one in entry["tried"]].index(True) == len(entry["tried"]) - 1
+    assert figures["trying"]["chunk_stages"] == 4
+
+
+def test_a_block_that_a_tpu_would_cut_is_tried_once_as_it_would_run():
+    """Of 8 MB for keys and values of 128 lanes each: 4 buffers of 2048 rows of a head, or of 512 of 8 heads."""
+    used = Tuning(512, 2, 512, 2)
+    for part, dtype, H in (("decode", "bfloat16", 128), ("chunk", "float32", 256)):
+        key = ("mosaic_tpu", "Some TPU", dtype, H)
+        tried = tune_attention.candidates(key, part, used)
+        sizes = [(getattr(one, f"{part}_block_k"), getattr(one, f"{part}_stages")) for one in tried]
+        assert tried[0] == used
+        assert len(set(sizes)) == len(sizes)
+        assert all(tune_attention.as_run(key, part, one) == one for one in tried[1:])
+    assert len(tune_attention.candidates(("mosaic_tpu", "Some TPU", "bfloat16", 128), "decode", used)) < 12
+
+
 def test_a_budget_that_is_over(tmp_path):
     status, figures = run(tmp_path, "--budget-s", "1e-9")
     assert status == 0
@@ -103,7 +127,7 @@ def test_a_budget_that_is_over(tmp_path):
 
 def test_the_table_takes_what_was_measured_before_the_defaults(monkeypatch):
     assert tuning(*KEY) == USED
-    assert tuning("mosaic_gpu", "Some GPU", "bfloat16", 80) == USED
+    assert tuning("mosaic_gpu", "Some GPU", "bfloat16", 112) == USED
     with tune_attention.trying(KEY, Tuning(1, 2, 3, 4)):
         with tune_attention.trying(KEY, Tuning(5, 6, 7, 8)):
             assert tuning(*KEY) == Tuning(5, 6, 7, 8)
