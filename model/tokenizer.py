@@ -238,6 +238,11 @@ class Detokenizer:
         is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
         return "" if self._rule == "whole" or is_byte else self._release()
 
+    def preview(self) -> str:
+        """What `flush` would return, if that is whole characters; else, and where nothing is held, ""."""
+        text = self._decode(self._context + self._held)[self._context_text :] if self._held else ""
+        return "" if text.endswith("\ufffd") else text
+
     def flush(self) -> str:
         text = self._utf8.decode(b"", final=True) + self._release()
         self._restart()

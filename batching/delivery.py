@@ -1,0 +1,85 @@
+"""What turns bring, on its way to those who wait for it."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from batching.request import Delta, Output
+from batching.scheduler import Progress, SequenceState
+from batching.text import TextStream
+from model.tokenizer import Tokenizer
+
+
+@dataclass
+class _Ticket:
+    """Who waits for a sequence, and its text so far."""
+
+    deliver: Callable[[Delta], None] | None
+    text: TextStream | None
+
+
+class Delivery:
+    """Puts tokens, their text and ends where they are waited for, and ends requests at stop strings.
+
+    A sequence's Deltas go to the function that it was expected with, or else its Output goes to an outbox.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Callable[[SequenceState, str], None]) -> None:
+        """`stop` ends a request whose text has come to a stop string, before the next turn is planned."""
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tickets: dict[SequenceState, _Ticket] = {}
+        self._progress: deque[Progress] = deque()
+        self._outbox: list[Output] = []
+
+    @property
+    def waiting(self) -> int:
+        """For how many sequences somebody waits."""
+        return len(self._tickets)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is something to put or to take, without a further turn."""
+        return bool(self._progress or self._outbox)
+
+    def expect(self, sequence: SequenceState, deliver: Callable[[Delta], None] | None) -> None:
+        text = None if self._tokenizer is None else TextStream(self._tokenizer, sequence.params.stop)
+        self._tickets[sequence] = _Ticket(deliver, text)
+
+    def abandon(self, sequence: SequenceState) -> bool:
+        """Nobody waits for a sequence any more; whether anybody did."""
+        return self._tickets.pop(sequence, None) is not None
+
+    def take(self) -> list[Output]:
+        """What is in the outbox."""
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def put(self, progress: Iterable[Progress]) -> None:
+        """One after the other; what an exception interrupts goes on with the next call."""
+        self._progress += progress
+        while self._progress:
+            self._put(*self._progress.popleft())
+
+    def _put(self, sequence: SequenceState, token: int | None) -> None:
+        ticket = self._tickets.get(sequence)
+        if ticket is None:  # of a stream that was closed
+            return
+        piece = None if ticket.text is None else self._read(sequence, token, ticket.text)
+        output = None
+        if sequence.finish_reason is not None:
+            del self._tickets[sequence]
+            output = sequence.end(None if ticket.text is None else ticket.text.text)
+        if ticket.deliver is not None:
+            ticket.deliver(Delta(sequence.id, [] if token is None else [token], piece, output, sequence.index))
+        elif output is not None:
+            self._outbox.append(output)
+
+    def _read(self, sequence: SequenceState, token: int | None, text: TextStream) -> str:
+        """The piece of text that a token or the end brings. A stop string ends the request."""
+        shown = None if token in sequence.stop_ids else token  # the token that stops a request has no text
+        # As in vLLM, and as with stop tokens: the first `min_tokens` tokens never end a request.
+        may_stop = token is not None and len(sequence.output) > sequence.params.min_tokens
+        piece = text.push(shown, last=sequence.finish_reason is not None, may_stop=may_stop)
+        if text.stop_reason is not None and sequence.finish_reason != "error":
+            self._stop(sequence, text.stop_reason)
+        return piece
