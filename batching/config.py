@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from batching.params import as_int, as_token_ids
 from batching.plan import PlanShapes
 from batching.policies import make_policy
-from batching.request import as_int, as_token_ids
 from pallas_kernels.attention import IMPLEMENTATIONS
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -23,6 +23,7 @@ class EngineConfig:
     cache_dtype: str | None = None  # None: as dtype
     policy: str = "continuous"
     max_queue: int = 1024
+    prefix_reuse: bool = True  # rows that are in some slot already are not computed again; results are the same
     attention: str | None = None  # an implementation of `slot_attention`; None: the first that runs here
 
     def __post_init__(self) -> None:
@@ -36,6 +37,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be one of {sorted(DTYPES)}, not {getattr(self, name)!r}")
         if self.attention not in (None, *IMPLEMENTATIONS):
             raise ValueError(f"attention must be one of {list(IMPLEMENTATIONS)}, not {self.attention!r}")
+        if not isinstance(self.prefix_reuse, bool):
+            raise ValueError(f"prefix_reuse must be true or false, not {self.prefix_reuse!r}")
         make_policy(self.policy)
         PlanShapes.choose(self.slots, self.chunk_sizes, block_q=1)
 
@@ -49,7 +52,8 @@ class EngineStats:
     busy_slots: int = 0  # summed over turns
     rows: int = 0  # computed, padding included
     live_rows: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of the requests, whether computed or found in a slot
+    cached_tokens: int = 0  # of these, found
     generated_tokens: int = 0
 
     @property

@@ -1,35 +1,31 @@
 """The loop around plan, step and commit, and the text on either side of it."""
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from batching.config import DTYPES, EngineConfig, EngineStats
-from batching.plan import PlanShapes
+from batching.delivery import Delivery
+from batching.grammar import GrammarCompiler, slot_masks
+from batching.intake import Intake, slot_rows
+from batching.plan import PlanShapes, Sampled
 from batching.policies import make_policy
-from batching.programs import compile_programs
-from batching.request import Delta, Metrics, Output, Request, SamplingParams, as_requests
-from batching.scheduler import Scheduler, SequenceState, Turn
+from batching.programs import compile_copy, compile_programs, compile_sampling
+from batching.request import Delta, Output, QueueFull, Request, SamplingParams, as_requests
+from batching.scheduler import Progress, Scheduler, SequenceState, Turn
 from batching.step import EngineState, init_state, split_model
 from model.checkpoint import load
 from model.kv_cache import cache_bytes
-from model.tokenizer import Detokenizer, Tokenizer
+from model.logits import SamplingState
+from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pallas_kernels.attention import IMPLEMENTATIONS, choose_implementation
-
-
-@dataclass
-class _Ticket:
-    """What the engine holds of a request besides its state: who waits for it, and its text so far."""
-
-    inbox: deque[Delta] | None  # of a stream; None: its Output goes to `step`
-    detokenizer: Detokenizer | None
-    pieces: list[str] = field(default_factory=list)
 
 
 class Engine:
@@ -60,6 +56,8 @@ class Engine:
             dtype=DTYPES[config.dtype],
             cache_dtype=DTYPES[config.cache_dtype or config.dtype],
             head_dim=model.config.head_dim,
+            heads=model.config.num_heads,
+            kv_heads=model.config.num_kv_heads,
         )
         block_q = IMPLEMENTATIONS[self.attention].block_q
         self.scheduler = Scheduler(
@@ -67,16 +65,20 @@ class Engine:
             max_len=config.max_len,
             policy=make_policy(config.policy),
             max_queue=config.max_queue,
+            prefix_reuse=config.prefix_reuse,
         )
         self.stats = EngineStats(slots=config.slots)
-        self._tickets: dict[SequenceState, _Ticket] = {}
-        self._unqueued: dict[str, SequenceState] = {}  # of streams, by id, while the queue is full
-        self._outbox: list[Output] = []  # of submitted requests, for the next `step`
+        grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_ids)
+        self._intake = Intake(model.config.vocab_size, self.eos_ids, tokenizer, grammars)
+        self.delivery = Delivery(tokenizer, self.scheduler.stop)
+        self._unqueued: dict[str, list[SequenceState]] = {}  # of streams, by id, while the queue is full
         self._state = self._fresh_state()
         self.graph, self._weights = split_model(model)
         self.programs = compile_programs(
             self.graph, self._weights, self._state, self.scheduler.shapes, self.attention, on_compile
         )
+        self.sampling_programs = compile_sampling(self._state.sampling)
+        self._copy_prefix = compile_copy(self._state) if config.prefix_reuse else None
         self.cache_bytes = cache_bytes(self._state.cache)
         self.weight_bytes = sum(weight.nbytes for weight in self._weights)
 
@@ -99,13 +101,13 @@ class Engine:
         prompts: Iterable[str | Sequence[int] | Request],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
-        """Outputs in input order. All requests are checked before any is queued.
+        """Outputs in input order, of several samples one after the other. All are checked before any is queued.
 
         Raises ValueError for a request that cannot be served, naming its index.
         """
         requests = as_requests(prompts, params)
-        outputs = {delta.id: delta.output for delta in self.stream(requests) if delta.output is not None}
-        return [outputs[request.id] for request in requests]
+        outputs = {(one.id, one.index): one.output for one in self.stream(requests) if one.output is not None}
+        return [outputs[request.id, index] for request in requests for index in range(request.params.n)]
 
     def stream(self, requests: Iterable[str | Sequence[int] | Request]) -> Iterator[Delta]:
         """Pieces of all requests, interleaved as they come; the last piece of each carries its Output.
@@ -119,54 +121,67 @@ class Engine:
         for sequence in sequences:  # again: others may have come since
             self._check_id(sequence)
         inbox: deque[Delta] = deque()
-        left, queued = {sequence.id: sequence for sequence in sequences}, deque(sequences)
-        self._unqueued |= left
+        left, queued = {(sequence.id, sequence.index): sequence for sequence in sequences}, deque(sequences)
+        for sequence in sequences:
+            self._unqueued.setdefault(sequence.id, []).append(sequence)
         try:
             while left:
                 while queued and (queued[0].finish_reason is not None or self.scheduler.queue_room):
-                    self._enter(queued.popleft(), inbox)
+                    self._enter(queued.popleft(), inbox.append)
                 if not inbox:
                     self._turn()
                 while inbox:
                     delta = inbox.popleft()
                     if delta.output is not None:
-                        del left[delta.id]
+                        del left[delta.id, delta.index]
                     yield delta
         finally:
-            for sequence in left.values():  # nobody waits for what these still bring
-                if self._tickets.pop(sequence, None) is not None and sequence.finish_reason is None:
-                    self.scheduler.cancel(sequence.id, report=False)
-                elif self._unqueued.get(sequence.id) is sequence:
-                    del self._unqueued[sequence.id]
+            self._abandon(left.values())
 
     def submit(self, request: Request) -> str:
-        """Queue a request and return its id; its Output comes from a later `step`.
+        """Queue a request and return its id; its Output, or those of its samples, come from later `step`s.
 
         Raises ValueError for a request that cannot be served, QueueFull when `max_queue` are waiting.
         """
-        sequence = self._sequence(request)
-        self._check_id(sequence)
-        self._enter(sequence, None)
-        return sequence.id
+        samples = self._intake.sequences(request)
+        self._check_id(samples[0])
+        self._enter_all(samples, None)
+        return request.id
+
+    def subscribe(self, requests: Sequence[Request], deliver: Callable[[Delta], None]) -> Callable[[], None]:
+        """Queue requests, all or none; as steps bring their Deltas, `deliver` is called with each.
+
+        Returns a function that gives up those that have not ended: nothing more of them is delivered.
+        Raises ValueError for a request that cannot be served, QueueFull when there is no room for all.
+        """
+        sequences = self._check_all(requests)
+        self._enter_all(sequences, deliver)
+        return partial(self._abandon, sequences)
+
+    def _abandon(self, sequences: Iterable[SequenceState]) -> None:
+        """Nobody waits for what these still bring."""
+        for sequence in sequences:
+            if self.delivery.abandon(sequence) and sequence.finish_reason is None:
+                self.scheduler.cancel(sequence.id, report=False)
+            else:
+                self._forget_unqueued(sequence)
 
     def cancel(self, request_id: str) -> bool:
         """End a request, wherever it is, with what it has. False if the id is unknown or has ended."""
-        sequence = self._unqueued.pop(request_id, None)
-        if sequence is None:
-            return self.scheduler.cancel(request_id)
-        sequence.finish_reason, sequence.metrics.end = "cancelled", time.monotonic()
-        return True
+        unqueued = self._unqueued.pop(request_id, [])
+        for sequence in unqueued:
+            sequence.finish_reason, sequence.metrics.end = "cancelled", time.monotonic()
+        return self.scheduler.cancel(request_id) or bool(unqueued)
 
     def step(self) -> list[Output]:
         """One turn; the Outputs of the submitted requests that ended."""
         self._turn()
-        outputs, self._outbox = self._outbox, []
-        return outputs
+        return self.delivery.take()
 
     @property
     def unfinished(self) -> bool:
         """Whether a further `step` has anything to do or to report."""
-        return self.scheduler.unfinished or bool(self._outbox)
+        return self.scheduler.unfinished or self.delivery.unfinished
 
     def set_policy(self, name: str) -> None:
         """Schedule by another policy from now on. Raises RuntimeError while requests are unfinished."""
@@ -189,60 +204,67 @@ class Engine:
             self._state = self._fresh_state()
             raise
 
-    def run(self, turn: Turn | None) -> np.ndarray:
-        """Compute a turn of the scheduler's; its sampled tokens. The parts of `step`, for those who time them."""
+    def run(self, turn: Turn | None) -> Sampled:
+        """Compute a turn of the scheduler's; what comes of it. The parts of `step`, for those who time them."""
         if turn is None:
-            return np.empty(0, np.int32)
+            return Sampled(np.empty(0, np.int32))
+        for sequence in turn.admitted:
+            if sequence.uses_slot_rows and sequence.slot is not None:
+                rows = slot_rows(sequence, self.model_config.vocab_size)
+                self._set_sampling(self.sampling_programs.set_slot, np.int32(sequence.slot), rows)
+        for copy in turn.copies:
+            assert self._copy_prefix is not None
+            self._state = self._copy_prefix(self._state, *np.asarray(copy, np.int32))
+        if bound := [sequence for sequence in turn.sampled if sequence.grammar is not None]:
+            self._set_sampling(self.sampling_programs.set_masks, *slot_masks(bound, self.config.slots))
         self._state, sampled = self.programs[turn.plan.shape](self._weights, self._state, turn.plan.rows)
         self.stats.turns += 1
         self.stats.busy_slots += turn.busy
         self.stats.rows += len(turn.plan.rows.tokens)
         self.stats.live_rows += turn.plan.live_rows
-        return np.asarray(sampled)
+        return turn.fetch(sampled)
 
-    def finish(self, turn: Turn | None, tokens: np.ndarray) -> None:
-        """Interpret a turn's tokens, and put what they bring where it is waited for."""
-        for sequence, token in self.scheduler.commit(turn, tokens):
+    def _set_sampling(self, program: Callable[..., SamplingState], *arguments: Any) -> None:
+        """Write the state that draws look at, by one of `sampling_programs`."""
+        self._state = replace(self._state, sampling=program(self._state.sampling, *arguments))
+
+    def finish(self, turn: Turn | None, sampled: Sampled) -> None:
+        """Interpret what came of a turn, and put what it brings where it is waited for."""
+        progress = self.scheduler.commit(turn, sampled)
+        self.delivery.put(progress)
+        for sequence, token in progress:
             self.stats.generated_tokens += token is not None
-            self._deliver(sequence, token)
+            if sequence.finish_reason is not None:
+                self.stats.prompt_tokens += min(sequence.computed, len(sequence.prompt))
+                self.stats.cached_tokens += sequence.cached
 
-    def _deliver(self, sequence: SequenceState, token: int | None) -> None:
-        """A token, the end, or both."""
-        ended = sequence.finish_reason is not None
-        if ended:
-            self.stats.prompt_tokens += min(sequence.computed, len(sequence.prompt))
-        ticket = self._tickets.get(sequence)
-        if ticket is None:  # of a stream that was closed
-            return
-        text = None
-        if ticket.detokenizer is not None:
-            # The token that stops a request has no text.
-            text = "" if token is None or sequence.finish_reason == "stop" else ticket.detokenizer.push(token)
-            text += ticket.detokenizer.flush() if ended else ""
-            ticket.pieces.append(text)
-        output = None
-        if ended:
-            del self._tickets[sequence]
-            output = sequence.end(None if text is None else "".join(ticket.pieces))
-        if ticket.inbox is not None:
-            ticket.inbox.append(Delta(sequence.id, [] if token is None else [token], text, output))
-        elif output is not None:
-            self._outbox.append(output)
-
-    def _enter(self, sequence: SequenceState, inbox: deque[Delta] | None) -> None:
+    def _enter(self, sequence: SequenceState, deliver: Callable[[Delta], None] | None) -> None:
         """Into the queue; or straight to its end, if it was cancelled before there was room."""
         cancelled = sequence.finish_reason is not None
         if not cancelled:  # else its id may be another's by now
             self.scheduler.submit(sequence)
-            self._unqueued.pop(sequence.id, None)
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
-        self._tickets[sequence] = _Ticket(inbox, detokenizer)
+            self._forget_unqueued(sequence)
+        self.delivery.expect(sequence, deliver)
         if cancelled:
-            self._deliver(sequence, None)
+            self.delivery.put([Progress(sequence, None)])
+
+    def _forget_unqueued(self, sequence: SequenceState) -> None:
+        others = self._unqueued.get(sequence.id, [])
+        if sequence in others:
+            others.remove(sequence)
+            if not others:
+                del self._unqueued[sequence.id]
+
+    def _enter_all(self, sequences: list[SequenceState], deliver: Callable[[Delta], None] | None) -> None:
+        room = self.scheduler.queue_room
+        if len(sequences) > room:
+            raise QueueFull(f"the queue has room for {room} more requests, not for {len(sequences)}")
+        for sequence in sequences:
+            self._enter(sequence, deliver)
 
     def _check_id(self, sequence: SequenceState) -> None:
         self.scheduler.check(sequence)
-        if sequence.id in self._unqueued:
+        if any(other.group is not sequence.group for other in self._unqueued.get(sequence.id, ())):
             raise ValueError(f"a request with id {sequence.id!r} is still running")
 
     def _fresh_state(self) -> EngineState:
@@ -253,41 +275,17 @@ class Engine:
         )
 
     def _check_all(self, requests: Sequence[Request]) -> list[SequenceState]:
-        sequences, ids = [], set()
+        """The requests' samples."""
+        sequences: list[SequenceState] = []
+        ids = set()
         for index, request in enumerate(requests):
             try:
                 if request.id in ids:
                     raise ValueError(f"the id {request.id!r} is given twice")
                 ids.add(request.id)
-                sequences.append(self._sequence(request))
-                self._check_id(sequences[-1])
+                samples = self._intake.sequences(request)
+                self._check_id(samples[0])
+                sequences += samples
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from None
         return sequences
-
-    def _sequence(self, request: Request) -> SequenceState:
-        """Tokenise and check everything that does not depend on other requests."""
-        if not isinstance(request, Request):
-            raise ValueError(f"expected a Request, not {type(request).__name__}")
-        params, vocabulary = request.params, self.model_config.vocab_size
-        prompt = self._prompt_ids(request)
-        for name, ids in (("prompt_ids", prompt), ("stop_token_ids", params.stop_token_ids)):
-            bad = next((token for token in ids if not 0 <= token < vocabulary), None)
-            if bad is not None:
-                raise ValueError(f"{name} holds {bad}; the vocabulary is 0 .. {vocabulary - 1}")
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
-        seed = secrets.randbits(32) if params.seed is None else params.seed
-        return SequenceState(request.id, prompt, params, seed, stop_ids, Metrics(arrival=time.monotonic()))
-
-    def _prompt_ids(self, request: Request) -> tuple[int, ...]:
-        if request.prompt_ids is not None:
-            return tuple(request.prompt_ids)
-        if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer: give prompt_ids")
-        if request.messages is not None:
-            return tuple(self.tokenizer.encode_chat(request.messages))
-        assert request.prompt is not None
-        ids = tuple(self.tokenizer.encode(request.prompt))
-        if not ids:
-            raise ValueError("the prompt is empty")
-        return ids

@@ -1,5 +1,6 @@
 """`BatchPlan`: the flat list of token rows that one turn computes. There is no other batch type and no phase."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,6 +8,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FROM_DEVICE = -1  # as a row's token: the last token sampled in the row's slot, which may still be on the device
+NOT_FINITE = -1  # as a sampled token, as in model/sampling.py
+
+# Columns of `Rows.numbers`, and of `Rows.words` the first ones; the others are a seed's high and low word.
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+WORDS = ("flags", "top_k")
+NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # numbers of a greedy row
+
+
+class Flag(enum.IntFlag):
+    """What a draw reads of its slot's sampling state, and what is reported of it; the rest is not looked at."""
+
+    BIAS = 1  # logit_bias, tokens outside allowed_token_ids, bad words of one token
+    PENALTIES = 2
+    STOPS = 4  # min_tokens is not reached
+    MASK = 8  # a grammar's
+    BAD_WORDS = 16  # those of several tokens
+    LOGPROBS = 32
 
 
 class Rows(NamedTuple):
@@ -14,15 +32,17 @@ class Rows(NamedTuple):
 
     The first `num_decode` rows are decode rows, at most one a slot; then come the prompt chunks, each padded to a
     multiple of `block_q` rows. Padding rows, and padding among the sampled rows, carry slot B: one past the last.
+    Few arrays, since each costs time in a launch.
     """
 
     tokens: Any  # int32 [T]; FROM_DEVICE: take the slot's last token
     slots: Any  # int32 [T]
     positions: Any  # int32 [T]
+    targets: Any  # int32 [T]: the prompt's next token, where its logprob is asked for; else -1
     sample_rows: Any  # int32 [M]: which rows
     sample_slots: Any  # int32 [M]: whose last token each becomes
-    temperatures: Any  # float32 [M]
-    seeds: Any  # uint32 [M, 2]: high and low word
+    numbers: Any  # float32 [M, 6]: NUMBERS
+    words: Any  # uint32 [M, 4]: WORDS and the seed
 
 
 @dataclass(frozen=True)
@@ -84,11 +104,21 @@ class PlanShapes:
             tokens=np.zeros(T, np.int32),
             slots=np.full(T, self.slots, np.int32),
             positions=np.zeros(T, np.int32),
+            targets=np.full(T, -1, np.int32),
             sample_rows=np.zeros(M, np.int32),
             sample_slots=np.full(M, self.slots, np.int32),
-            temperatures=np.zeros(M, np.float32),
-            seeds=np.zeros((M, 2), np.uint32),
+            numbers=np.tile(np.array(NEUTRAL, np.float32), (M, 1)),
+            words=np.zeros((M, 4), np.uint32),
         )
+
+
+class Draw(NamedTuple):
+    """How a row's successor is drawn; by default it is the most probable one."""
+
+    numbers: Sequence[float] = NEUTRAL
+    top_k: int = 0
+    seed: int = 0
+    flags: int = 0
 
 
 class Chunk(NamedTuple):
@@ -98,8 +128,22 @@ class Chunk(NamedTuple):
     start: int  # position of the first
     tokens: Sequence[int]  # (FROM_DEVICE,) for a decode row
     sampled: bool
-    temperature: float
-    seed: int
+    draw: Draw = Draw()
+    targets: Sequence[int] = ()  # what follows each token, as far as its logprob is asked for
+
+
+class Sampled(NamedTuple):
+    """What comes of a turn: a token a sampled row, -1 where the logits are not finite, -2 where nothing is allowed.
+
+    The others are None where nobody asked: the logprob of the token and of the 20 most probable ones, falling, and
+    the ids of those; for M sampled rows, and for T rows' targets.
+    """
+
+    tokens: Any  # int32 [M]
+    logprobs: Any = None  # float32 [M, 21]
+    top_ids: Any = None  # int32 [M, 20]
+    prompt_logprobs: Any = None  # float32 [T, 21]
+    prompt_top_ids: Any = None  # int32 [T, 20]
 
 
 @dataclass(frozen=True)
@@ -109,6 +153,7 @@ class BatchPlan:
     num_decode: int
     rows: Rows
     live_rows: int  # rows that are not padding
+    first_rows: tuple[int, ...]  # of each chunk
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -125,7 +170,7 @@ def build_plan(
     chunk_rows = max(min_chunk, sum(shapes.padded(len(chunk.tokens)) for chunk in prefill))
     num_decode, chunk_size = shapes.fit(max(len(decode), min_decode), chunk_rows)
     rows = shapes.empty(num_decode, chunk_size)
-    row, sampled = 0, 0
+    row, sampled, first_rows = 0, 0, []
     for index, chunk in enumerate((*decode, *prefill)):
         if index == len(decode):
             row = max(row, num_decode)
@@ -134,11 +179,14 @@ def build_plan(
         rows.tokens[at] = chunk.tokens
         rows.slots[at] = chunk.slot
         rows.positions[at] = np.arange(chunk.start, chunk.start + count)
+        rows.targets[row : row + len(chunk.targets)] = chunk.targets
+        first_rows.append(row)
         if chunk.sampled:
             rows.sample_rows[sampled] = row + count - 1
             rows.sample_slots[sampled] = chunk.slot
-            rows.temperatures[sampled] = chunk.temperature
-            rows.seeds[sampled] = divmod(chunk.seed, 2**32)
+            rows.numbers[sampled] = chunk.draw.numbers
+            rows.words[sampled] = (chunk.draw.flags, chunk.draw.top_k, *divmod(chunk.draw.seed, 2**32))
             sampled += 1
         row += count if index < len(decode) else shapes.padded(count)
-    return BatchPlan(num_decode, rows, sum(len(chunk.tokens) for chunk in (*decode, *prefill)))
+    live_rows = sum(len(chunk.tokens) for chunk in (*decode, *prefill))
+    return BatchPlan(num_decode, rows, live_rows, tuple(first_rows))

@@ -28,7 +28,7 @@ class Decision:
     """What the turn shall do.
 
     The prompt chunks of `prefill` share the turn's chunk budget in the order given: the first takes what it can, and
-    so on until the budget is used up.
+    so on until the budget is used up. One whose prompt begins like that of one before it may wait and take none.
     """
 
     admit: Sequence["SequenceState"] = ()  # get a slot now; at most `free` of them

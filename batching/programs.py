@@ -4,13 +4,16 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
-from batching.plan import PlanShapes
-from batching.step import EngineState, ModelGraph, step
+from batching.plan import PlanShapes, Sampled
+from batching.step import EngineState, ModelGraph, copy_prefix, step
+from model.logits import SamplingState, SlotRows, set_masks, set_slot
 
-Program = Callable[..., tuple[EngineState, jax.Array]]
+Program = Callable[..., tuple[EngineState, Sampled]]
 
 
 def compile_programs(
@@ -41,6 +44,32 @@ def compile_programs(
         if on_compile is not None:
             on_compile(done, len(wanted), time.perf_counter() - start)
     return programs
+
+
+def compile_copy(state: EngineState) -> Callable[..., EngineState]:
+    """(state, source, target, length) -> state, with the rows of a prefix copied from slot to slot."""
+    use_persistent_cache()
+    number = np.int32(0)
+    return copy_prefix.lower(state, number, number, number).compile()
+
+
+class SamplingPrograms(NamedTuple):
+    """What writes the sampling state between turns. The state is donated."""
+
+    set_slot: Callable[..., SamplingState]  # (state, slot, SlotRows)
+    set_masks: Callable[..., SamplingState]  # (state, slots [B], masks [B, W])
+
+
+def compile_sampling(state: SamplingState) -> SamplingPrograms:
+    use_persistent_cache()
+    (B, V), (_, W) = state.bias.shape, state.mask.shape
+    bits = np.zeros(W, np.uint32)
+    rows = SlotRows(np.zeros(V, np.float32), bits, bits, np.zeros(state.words.shape[1:], np.int32))
+    slots, masks = np.zeros(B, np.int32), np.zeros((B, W), np.uint32)
+    return SamplingPrograms(
+        jax.jit(set_slot, donate_argnums=0).lower(state, np.int32(0), rows).compile(),
+        jax.jit(set_masks, donate_argnums=0).lower(state, slots, masks).compile(),
+    )
 
 
 def use_persistent_cache() -> None:

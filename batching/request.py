@@ -1,49 +1,17 @@
-"""What a user asks and what comes back: `SamplingParams`, `Request`, `Output`, `Delta`, and their validation."""
+"""What a user asks and what comes back: `Request`, `Output`, `Delta`, and their validation."""
 
-import numbers
-import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-LARGEST = 3.4e38  # a float32
+from batching.params import SamplingParams, as_token_ids
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class QueueFull(RuntimeError):
     """The waiting queue holds `max_queue` requests already; nothing was accepted."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens and when to stop. Names follow vLLM's.
-
-    Raises ValueError at construction for a value that has no meaning; no value is clipped.
-    """
-
-    max_tokens: int | None = None  # None: until a stop token or a full slot
-    temperature: float = 1.0  # below 1e-5: greedy
-    seed: int | None = None  # None: the engine draws one and reports it
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # ignores the model's own end tokens, not `stop_token_ids`
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "seed"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, as_int(getattr(self, name), name))
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, numbers.Real):
-            raise ValueError(f"temperature must be a number, not {self.temperature!r}")
-        if not 0 <= self.temperature <= LARGEST:
-            raise ValueError(f"temperature must be finite and at least 0, not {self.temperature}")
-        object.__setattr__(self, "temperature", float(self.temperature))
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be in 0 .. 2**64 - 1, not {self.seed}")
-        object.__setattr__(self, "stop_token_ids", as_token_ids(self.stop_token_ids, "stop_token_ids"))
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
 
 
 @dataclass(frozen=True)
@@ -107,17 +75,31 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of probabilities by the model's own logits: before temperature, penalties and masks."""
+
+    token_id: int  # the token that is there
+    logprob: float
+    top_ids: list[int]  # the most probable ones, falling; of equal ones the lowest id first
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True)
 class Output:
-    """The end of a request; every accepted request has exactly one."""
+    """The end of a request; every accepted request has exactly one, and with `n` samples one each."""
 
     id: str
     token_ids: list[int]
     text: str | None  # None where the model has no tokenizer
     finish_reason: FinishReason
-    stop_reason: int | None = None  # the token id that matched
+    stop_reason: int | str | None = None  # the token id or the stop string that matched
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    seed: int | None = None  # replays the request
+    cached_tokens: int = 0  # positions that were not computed for it: another request with the same prefix had been
+    logprobs: list[Logprobs] | None = None  # one a token of `token_ids`, if asked for
+    prompt_logprobs: list[Logprobs | None] | None = None  # one a token of the prompt, None for the first
+    index: int = 0  # which of the request's `n` samples
+    seed: int | None = None  # replays the request, or this sample alone with n=1
     error: str | None = None
     metrics: Metrics | None = None
 
@@ -130,6 +112,7 @@ class Delta:
     token_ids: list[int]
     text: str | None
     output: Output | None = None  # with the last piece
+    index: int = 0  # which of the request's `n` samples
 
 
 def check_messages(messages: Any) -> None:
@@ -142,22 +125,6 @@ def check_messages(messages: Any) -> None:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise ValueError(f"message {index}: {key!r} must be a string, not {message.get(key)!r}")
-
-
-def as_int(value: Any, name: str) -> int:
-    """An integer of any kind (NumPy's included), never a bool or a float."""
-    if isinstance(value, bool):
-        raise ValueError(f"{name} must be an integer, not {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, not {value!r}") from None
-
-
-def as_token_ids(values: Any, name: str) -> tuple[int, ...]:
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
-        raise ValueError(f"{name} must be a list of integers, not {values!r}")
-    return tuple(as_int(value, f"each of {name}") for value in values)
 
 
 def as_requests(

@@ -2,7 +2,8 @@
 
 Compilation and a warm-up lie outside the window. Every request is queued at the start of a run. The limits, a large
 matrix product and a read of a large matrix, are measured before and after the runs. Requests that fail are counted
-apart: their tokens enter no figure.
+apart: their tokens enter no figure. Every prompt is computed whole; with --prefix-reuse no run finds what an earlier
+one computed, and the share of the matrix rate counts whole prompts still.
 
 Exit status: 0; 1 if a request failed; 2 if something could not be run or written; 130 after Ctrl-C.
 """
@@ -41,7 +42,7 @@ class Options:
     """Runs of each policy."""
     json: str | None = None
     """Where all figures go, as one JSON object; - is stdout."""
-    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=lambda: EngineConfig(prefix_reuse=False))
     """How requests are served; the policies are those of --policies."""
 
     def __post_init__(self) -> None:

@@ -20,7 +20,8 @@ def run_figures(run: Run, first: Run) -> dict[str, Any]:
     Requests that failed are counted apart, and their tokens and times are in no figure but the turns they took.
     """
     good = [output for output in run.outputs if output.finish_reason != "error"]
-    expected = {output.id: output.token_ids for output in first.outputs if output.finish_reason != "error"}
+    whole = [output for output in first.outputs if output.finish_reason != "error"]
+    expected = {(output.id, output.index): output.token_ids for output in whole}
     metrics = [output.metrics for output in good if output.metrics is not None]
     generated = generated_tokens(run)
     return {
@@ -29,6 +30,7 @@ def run_figures(run: Run, first: Run) -> dict[str, Any]:
         "failed_requests": len(failures(run)),
         "finish_reasons": dict(Counter(output.finish_reason for output in run.outputs)),
         "prompt_tokens": run.stats.prompt_tokens - sum(output.prompt_tokens for output in failures(run)),
+        "cached_tokens": run.stats.cached_tokens - sum(output.cached_tokens for output in failures(run)),
         "generated_tokens": generated,
         "wall_s": run.wall_s,
         "generated_tokens_per_s": generated / run.wall_s,
@@ -38,7 +40,7 @@ def run_figures(run: Run, first: Run) -> dict[str, Any]:
         "padding_share": run.stats.padding_share,
         "ttft_s": percentiles(m.tokens[0] - m.arrival for m in metrics if m.tokens),
         "tpot_s": percentiles((m.tokens[-1] - m.tokens[0]) / (len(m.tokens) - 1) for m in metrics if len(m.tokens) > 1),
-        "different": [output.id for output in good if output.token_ids != expected.get(output.id)],
+        "different": [one.id for one in good if one.token_ids != expected.get((one.id, one.index))],
     }
 
 
@@ -86,6 +88,8 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
     if len(runs) > 1:
         rows["speed against " + runs[0]["policy"]] = lambda r: f"{r['ratio_to_first']:.2f} x"
         rows["same tokens"] = lambda r: f"{r['requests'] - len(r['different'])} of {r['requests']}"
+    if any(run["cached_tokens"] for run in runs):
+        rows["prompt tokens found, not computed"] = lambda r: f"{r['cached_tokens']}"
     if any(run["failed_requests"] for run in runs):
         rows["failed requests"] = lambda r: f"{r['failed_requests']}"
     table = Table("")

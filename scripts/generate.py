@@ -146,12 +146,13 @@ def results(options: Options, jobs: list[Job]) -> Iterator[OrderedWriter | None]
 def print_answers(jobs: list[Job], file: TextIO) -> None:
     """The first words of each prompt and its answer."""
     for job in jobs:
-        if job.output is None or job.request is None:
+        if job.request is None:
             continue
-        output = job.output
-        answer = output.error or (str(output.token_ids) if output.text is None else output.text.strip())
-        ended = f"{output.prompt_tokens} + {output.completion_tokens} tokens, {output.finish_reason}"
-        say(f"[{job.id}] {first_words(job.request)} ({ended})\n{textwrap.indent(answer, '    ')}\n", file)
+        for output in job.samples:
+            answer = output.error or (str(output.token_ids) if output.text is None else output.text.strip())
+            ended = f"{output.prompt_tokens} + {output.completion_tokens} tokens, {output.finish_reason}"
+            shown = textwrap.indent(answer, "    ")
+            say(f"[{job.id}] {first_words(job.request)} ({ended})\n{shown}\n", file)
 
 
 def first_words(request: Request) -> str:

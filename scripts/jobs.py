@@ -6,7 +6,7 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO
 
 from batching import Engine, Output, Request, SamplingParams
@@ -21,11 +21,22 @@ class Job:
     where: str  # for messages: "line 3"
     id: str
     request: Request | None = None
-    output: Output | None = None
+    output: Output | None = None  # of several samples the first one's, once all have ended
+    samples: list[Output] = field(default_factory=list)  # those that have ended, in order
+
+    def take(self, output: Output) -> None:
+        """Of one of its samples."""
+        self.samples = sorted([*self.samples, output], key=lambda sample: sample.index)
+        if self.request is None or len(self.samples) == self.request.params.n:
+            self.output = self.samples[0]
+
+    def end(self, output: Output) -> None:
+        """Without the engine."""
+        self.samples, self.output = [output], output
 
     def fail(self, reason: str, report: Report) -> None:
         report(f"{self.where}: {reason}")
-        self.output = Output(self.id, [], None, "error", error=reason)
+        self.end(Output(self.id, [], None, "error", error=reason))
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ def serve(
     ended = 0
     start = time.perf_counter()
     while queued or engine.unfinished:
-        while queued and engine.scheduler.queue_room:
+        while queued and has_room(engine, queued[0]):
             job = queued.popleft()
             assert job.request is not None
             try:
@@ -112,25 +123,35 @@ def serve(
                 job.fail(str(error), report)
                 ended += 1
         for output in engine.step():
-            by_id[output.id].output = output
-            ended += 1
+            by_id[output.id].take(output)
+            ended += by_id[output.id].output is not None
         on_turn(ended)
         if asked_to_stop():
             while queued:
                 job = queued.popleft()
-                job.output = Output(job.id, [], None, "cancelled")
+                job.end(Output(job.id, [], None, "cancelled"))
             for job in todo:
                 if job.output is None:
                     engine.cancel(job.id)
     return time.perf_counter() - start
 
 
+def has_room(engine: Engine, job: Job) -> bool:
+    """Whether the queue takes all samples of a job, or never can: then the engine says so."""
+    samples = 1 if job.request is None else job.request.params.n
+    return engine.scheduler.queue_room >= min(samples, engine.config.max_queue)
+
+
 def run_policy(engine: Engine, policy: str, jobs: Sequence[Job], **how: Any) -> Run:
-    """`serve` under a policy, on an engine that is idle. The programs are the same for every policy."""
+    """`serve` under a policy, on an engine that is idle. The programs are the same for every policy.
+
+    It finds no prefixes of earlier runs.
+    """
     engine.set_policy(policy)
+    engine.scheduler.prefixes.forget()
     engine.reset_stats()
     wall_s = serve(engine, jobs, **how)
-    outputs = [job.output for job in jobs if job.output is not None and job.output.metrics is not None]
+    outputs = [one for job in jobs if job.output is not None for one in job.samples if one.metrics is not None]
     return Run(policy, outputs, wall_s, engine.stats)
 
 
@@ -173,8 +194,8 @@ class OrderedWriter:
             self._write(self._waiting.popleft())
 
     def _write(self, job: Job) -> None:
-        if job.output is not None:
-            self._file.write(json.dumps(asdict(job.output)) + "\n")
+        for output in job.samples:
+            self._file.write(json.dumps(asdict(output)) + "\n")
             self._file.flush()
 
 

@@ -25,7 +25,9 @@ from rich.table import Table
 
 from batching import Engine, EngineConfig, Request, SamplingParams
 from batching.plan import FROM_DEVICE, BatchPlan, Chunk, build_plan
+from batching.step import settings_of
 from model.layers import normed
+from model.logits import init_sampling
 from model.sampling import sample
 from model.transformer import Transformer
 from scripts.command import check_matplotlib, check_picture, check_targets, exit_status, naming, write_json
@@ -70,9 +72,9 @@ class Options:
 
 def make_plan(engine: Engine, options: Options) -> BatchPlan:
     """The turn that is profiled."""
-    decode = [Chunk(slot, options.length - 1, (FROM_DEVICE,), True, 0.0, 0) for slot in range(options.rows)]
+    decode = [Chunk(slot, options.length - 1, (FROM_DEVICE,), True) for slot in range(options.rows)]
     tokens = tuple(position % 97 + 3 for position in range(options.chunk))
-    prefill = [Chunk(options.rows, options.behind, tokens, True, 0.0, 0)] if tokens else []
+    prefill = [Chunk(options.rows, options.behind, tokens, True)] if tokens else []
     return build_plan(engine.scheduler.shapes, decode, prefill)
 
 
@@ -131,8 +133,11 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
         engine._state, tokens = take_all(weights, engine._state, plan.rows)
         np.asarray(tokens)
 
+    state = init_sampling(engine.config.slots, config.vocab_size)
+
     def sampling(model: Transformer, logits):
-        return sample(logits, rows.temperatures, rows.seeds, rows.positions[rows.sample_rows])
+        positions = rows.positions[rows.sample_rows] + 1
+        return sample(logits, settings_of(rows), state, rows.sample_slots, positions)
 
     return {
         "nothing": part(lambda model, tokens: tokens + 1, rows.tokens),
@@ -171,9 +176,9 @@ def host_seconds(engine: Engine, options: Options) -> float:
         start = time.perf_counter()
         turn = engine.scheduler.plan()
         planned = time.perf_counter() - start
-        tokens = engine.run(turn)
+        sampled = engine.run(turn)
         start = time.perf_counter()
-        engine.finish(turn, tokens)
+        engine.finish(turn, sampled)
         taken.append(planned + time.perf_counter() - start)
     engine.step()  # takes the outputs away
     return statistics.median(taken[2:] or taken)
@@ -186,7 +191,7 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
 
     def step() -> None:
         engine._state, sampled = program(engine._weights, engine._state, plan.rows)
-        np.asarray(sampled)
+        np.asarray(sampled.tokens)
 
     host = host_seconds(engine, options)
     taken: dict[str, list[float]] = {name: [] for name in ("step", *parts)}

@@ -63,7 +63,7 @@ class Options:
     """Where the figures go, as one JSON object; - is stdout."""
     picture: str | None = None
     """Where a picture goes: a .png or .svg file; needs matplotlib."""
-    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=lambda: EngineConfig(prefix_reuse=False))
     """How requests are served."""
 
     def __post_init__(self) -> None:
@@ -116,12 +116,12 @@ def serve(engine: Engine, count: int, prompt: int, answer: int) -> Sample:
 
 def decode(engine: Engine, rows: int, length: int) -> Sample:
     """A few decode turns of so many live rows: the compiled program alone."""
-    chunks = [Chunk(slot, length - 1, (FROM_DEVICE,), True, 0.0, 0) for slot in range(rows)]
+    chunks = [Chunk(slot, length - 1, (FROM_DEVICE,), True) for slot in range(rows)]
     plan, taken = build_plan(engine.scheduler.shapes, chunks, []), []
     for _ in range(TURNS):
         start = time.perf_counter()
         engine._state, sampled = engine.programs[plan.shape](engine._weights, engine._state, plan.rows)
-        np.asarray(sampled)
+        np.asarray(sampled.tokens)
         taken.append(time.perf_counter() - start)
     return taken, [plan]
 

@@ -15,7 +15,7 @@ FILES = {
     for path in sorted((ROOT / package).rglob("*.py"))
 }
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-WITHOUT_JAX = [f"batching.{name}" for name in ("request", "plan", "scheduler", "policies")]
+WITHOUT_JAX = [f"batching.{name}" for name in ("params", "request", "plan", "scheduler", "policies")]
 MAY_IMPORT = {  # our own packages that each may import, besides itself
     "pallas_kernels": set(),
     "model": {"pallas_kernels"},

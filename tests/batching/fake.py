@@ -6,8 +6,9 @@ that is missing, stale, or someone else's changes it. No weights, no jax.
 
 import numpy as np
 
-from batching.plan import FROM_DEVICE, Rows
+from batching.plan import FROM_DEVICE, Rows, Sampled
 from batching.policies import make_policy
+from batching.prefix import Copy
 from batching.request import Metrics, SamplingParams
 from batching.scheduler import PlanShapes, Scheduler, SequenceState
 
@@ -37,7 +38,14 @@ class FakeDevice:
         self.cache = np.full((slots, max_len), -999)
         self.last_token = np.full(slots, -999)
 
-    def step(self, rows: Rows) -> np.ndarray:
+    def copy(self, copy: Copy) -> None:
+        """The rows behind those that are asked for are lost: on the device others may come along."""
+        rows = self.cache[copy.source, : copy.length].copy()
+        assert (rows != -999).all(), "a row is copied that was never written"
+        self.cache[copy.target] = -999
+        self.cache[copy.target, : copy.length] = rows
+
+    def step(self, rows: Rows) -> Sampled:
         B, S = self.cache.shape
         live = rows.slots < B
         assert ((rows.positions[live] >= 0) & (rows.positions[live] < S)).all(), "a row lies past the end of its slot"
@@ -53,13 +61,22 @@ class FakeDevice:
                 history = self.cache[slot, : rows.positions[row] + 1]
                 assert (history != -999).all(), "a row attends to one that was never written"
                 sampled[index] = self.last_token[slot] = next_token(history)
-        return sampled
+        return Sampled(sampled)
 
 
-def make_scheduler(slots=4, max_len=64, chunk_sizes=(16,), policy="continuous", max_queue=1000, block_q=16):
+def make_scheduler(
+    slots=4, max_len=64, chunk_sizes=(16,), policy="continuous", max_queue=1000, block_q=16, reuse=False
+):
     shapes = PlanShapes.choose(slots, chunk_sizes, block_q)
     clock = iter(range(10**9)).__next__
-    return Scheduler(shapes=shapes, max_len=max_len, policy=make_policy(policy), max_queue=max_queue, clock=clock)
+    return Scheduler(
+        shapes=shapes,
+        max_len=max_len,
+        policy=make_policy(policy),
+        max_queue=max_queue,
+        prefix_reuse=reuse,
+        clock=clock,
+    )
 
 
 def sequence(name, prompt, **params):
@@ -67,18 +84,24 @@ def sequence(name, prompt, **params):
     return SequenceState(name, tuple(prompt), params, 0, frozenset(params.stop_token_ids), Metrics(0.0))
 
 
-def check_invariants(scheduler):
+def check_invariants(scheduler, device):
     held = [one.slot for one in scheduler.running]
     assert sorted(held + scheduler.free) == list(range(scheduler.shapes.slots)), "a slot leaked or is held twice"
     for one in scheduler.running:
         assert one.finish_reason is None
         assert one.computed <= scheduler.max_len
+    for slot, rows in enumerate(device.cache):
+        held = scheduler.prefixes.held(slot)
+        assert rows[: len(held)].tolist() == list(held), "a slot does not hold what the scheduler thinks it does"
+        rows[len(held) :] = -999  # nobody may count on these
 
 
 def run_turn(scheduler, device):
     """Plan, compute, commit; the turn and the sequences that ended."""
     turn = scheduler.plan()
-    tokens = device.step(turn.plan.rows) if turn else np.empty(0, np.int32)
-    ended = [step.sequence for step in scheduler.commit(turn, tokens) if step.sequence.finish_reason]
-    check_invariants(scheduler)
+    for copy in turn.copies if turn else ():
+        device.copy(copy)
+    sampled = device.step(turn.plan.rows) if turn else Sampled(np.empty(0, np.int32))
+    ended = [step.sequence for step in scheduler.commit(turn, sampled) if step.sequence.finish_reason]
+    check_invariants(scheduler, device)
     return turn, ended

@@ -28,20 +28,24 @@ def alone(tiny):
     return lambda request: engine.generate([request])[0].token_ids
 
 
-def poison(engine, slots):
-    """Fill these slots' rows with NaN."""
-    at = np.asarray(slots, np.int32)
-    cache = jax.tree.map(lambda leaf: leaf.at[at].set(jnp.nan), engine._state.cache)
+def poison(engine):
+    """Fill every row that nobody may count on with NaN: all but those that the scheduler says a slot holds."""
+    held = [len(engine.scheduler.prefixes.held(slot)) for slot in range(engine.config.slots)]
+    if not engine.config.prefix_reuse:
+        assert all(held[slot] == 0 for slot in engine.scheduler.free)
+    cache = engine._state.cache
+    free = np.arange(jax.tree.leaves(cache)[0].shape[2]) >= np.array(held)[:, None]
+    cache = jax.tree.map(lambda leaf: jnp.where(free[:, None, :, None], jnp.nan, leaf), cache)
     engine._state = dataclasses.replace(engine._state, cache=cache)
 
 
 def run_poisoned(engine, requests):
-    """Serve, with every slot that is free before a turn full of NaN."""
+    """Serve, with every row that nobody may count on before a turn full of NaN: in free slots and behind the others."""
     for request in requests:
         engine.submit(request)
     outputs = {}
     while engine.unfinished:
-        poison(engine, engine.scheduler.free)
+        poison(engine)
         outputs |= {output.id: output for output in engine.step()}
     return outputs
 
@@ -64,16 +68,16 @@ def requests_of_many_lengths(temperature=0.0):
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("temperature", "reuse"), [(0.0, False), (0.8, True)])
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize(("slots", "attention"), [(1, None), (3, None), (8, None), (3, "xla"), (8, "xla")])
-def test_tokens_do_not_depend_on_the_schedule(tiny, alone, slots, attention, chunk, temperature):
-    """32 requests of lengths 1 to S, shuffled, freed slots full of NaN: the same tokens as each alone."""
+def test_tokens_do_not_depend_on_the_schedule(tiny, alone, slots, attention, chunk, temperature, reuse):
+    """32 requests of lengths 1 to S, shuffled, rows that nobody holds full of NaN: the same tokens as each alone."""
     requests = requests_of_many_lengths(temperature)
     assert len(requests) == 32
     expected = {request.id: alone(request) for request in requests}
     random.Random(slots * chunk).shuffle(requests)
-    config = EngineConfig(slots=slots, max_len=S, chunk_sizes=(chunk,), attention=attention)
+    config = EngineConfig(slots=slots, max_len=S, chunk_sizes=(chunk,), attention=attention, prefix_reuse=reuse)
     outputs = run_poisoned(Engine(tiny.model, config), requests)
     assert {name: output.token_ids for name, output in outputs.items()} == expected
 

@@ -14,6 +14,20 @@ DATA = Path(__file__).parents[1] / "data"
 S = 96
 
 
+FIELDS = [
+    SamplingParams(max_tokens=9, **fields)
+    for fields in (
+        {"top_k": 5},
+        {"top_k": 200, "top_p": 0.99, "min_p": 0.01, "n": 2},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+        {"logit_bias": {1: 1.0}, "allowed_token_ids": range(99)},
+        {"min_tokens": 3, "stop_token_ids": (1,)},
+        {"logprobs": 3},
+        {"prompt_logprobs": 20},
+    )
+]
+
+
 @pytest.mark.parametrize(
     ("attention", "programs"),
     [
@@ -40,6 +54,7 @@ def test_nothing_compiles_after_warm_up(attention, programs):
             [[5] * length for length in range(1, S + 1)], SamplingParams(max_tokens=1, temperature=0.5)
         )
         engine.generate([[1]], SamplingParams(temperature=0))
+        engine.generate([[1] * 20] * 7, FIELDS)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert [output.completion_tokens for output in outputs] == [1] * S

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batching.plan import FROM_DEVICE, Chunk, PlanShapes, build_plan
+from batching.plan import FROM_DEVICE
 from batching.policies import POLICIES, Decision, make_policy
 from batching.request import QueueFull
 from tests.batching.fake import FakeDevice, alone, make_scheduler, next_token, run_turn, sequence
@@ -125,9 +125,9 @@ def test_non_finite_logits_end_that_request_alone():
     run_turn(scheduler, device)
     run_turn(scheduler, device)
     turn = scheduler.plan()
-    tokens = device.step(turn.plan.rows)
-    tokens[0] = -1
-    scheduler.commit(turn, tokens)
+    sampled = device.step(turn.plan.rows)
+    sampled.tokens[0] = -1
+    scheduler.commit(turn, sampled)
     assert bad.finish_reason == "error"
     assert bad.error == "the logits after 6 tokens are not finite"
     assert bad.slot in scheduler.free
@@ -203,55 +203,6 @@ def test_a_policy_that_schedules_nothing_is_reported():
 def test_unknown_policy():
     with pytest.raises(ValueError, match=r"'fastest' is not one of \['continuous', 'static'\]"):
         make_policy("fastest")
-
-
-@pytest.mark.parametrize("sizes", [(), (0,), (8,), (24,), (16, 20)])
-def test_chunk_sizes_are_whole_blocks(sizes):
-    with pytest.raises(ValueError, match="positive multiples of 16"):
-        PlanShapes.choose(4, sizes, 16)
-
-
-def test_shapes_follow_the_busy_slots():
-    shapes = PlanShapes.choose(64, (512, 128), 16)
-    assert shapes.all() == [(d, c) for c in (0, 128, 512) for d in (4, 16, 64)]
-    assert shapes.fit(0, 1) == (4, 128)
-    assert shapes.fit(17, 129) == (64, 512)
-    assert PlanShapes.choose(3, (16,), 16).decode_rows == (3,)
-
-
-def test_without_blocks_rows_are_counted_together():
-    shapes = PlanShapes.choose(16, (128,), 1)
-    assert shapes.all() == [(0, n) for n in (4, 8, 16, 32, 48, 64, 128, 144)]
-    assert shapes.fit(5, 0) == (0, 8)
-    assert shapes.fit(5, 4) == (0, 16)
-    assert shapes.budget(5) == 139
-    plan = build_plan(
-        shapes,
-        [Chunk(2, 30, (FROM_DEVICE,), True, 0.5, 1)],
-        [Chunk(0, 16, (1, 2, 3), True, 0.0, 7), Chunk(3, 0, (9, 8), False, 0.0, 0)],
-    )
-    assert plan.shape == (0, 8)
-    assert plan.rows.slots.tolist() == [2, 0, 0, 0, 3, 3, 16, 16]
-    assert plan.rows.positions.tolist() == [30, 16, 17, 18, 0, 1, 0, 0]
-    assert plan.rows.sample_rows.tolist() == [0, 3, 0, 0, 0, 0, 0, 0]
-    assert plan.rows.sample_slots.tolist() == [2, 0, 16, 16, 16, 16, 16, 16]
-
-
-def test_plan_layout():
-    shapes = PlanShapes.choose(4, (64,), 16)
-    seed = 2**40 + 5
-    decode = [Chunk(2, 30, (FROM_DEVICE,), True, 0.5, seed)]
-    prefill = [Chunk(0, 16, tuple(range(20)), True, 0.0, 7), Chunk(3, 0, (9, 8), False, 0.0, 0)]
-    plan = build_plan(shapes, decode, prefill)
-    rows = plan.rows
-    assert plan.shape == (4, 64)
-    assert plan.live_rows == 23
-    assert rows.slots.tolist() == [2, 4, 4, 4] + [0] * 20 + [4] * 12 + [3] * 2 + [4] * 30
-    assert rows.positions[4:24].tolist() == list(range(16, 36))
-    assert rows.sample_rows.tolist() == [0, 23, 0, 0]
-    assert rows.sample_slots.tolist() == [2, 0, 4, 4]
-    assert rows.temperatures[0] == 0.5
-    assert rows.seeds[0].tolist() == [256, 5]
 
 
 @st.composite

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models
 
 from batching import Engine, EngineConfig, Request, SamplingParams
+from batching.plan import Sampled
 from model.checkpoint import load
 from model.tokenizer import Tokenizer
 from tests.batching.test_engine import prompt_of
@@ -38,7 +39,12 @@ def expected_of(tiny, *requests):
 
 
 def idle(engine):
-    return not engine.unfinished and not engine._tickets and not engine._unqueued and engine.scheduler.free == [0, 1]
+    return (
+        not engine.unfinished
+        and not engine.delivery.waiting
+        and not engine._unqueued
+        and engine.scheduler.free == [0, 1]
+    )
 
 
 def test_streams_beside_each_other_and_beside_submitted_requests(tiny, engine):
@@ -236,7 +242,7 @@ def test_a_streams_pieces_are_the_text_and_unfinished_characters_come_at_the_end
     engine = Engine(loaded.model, EngineConfig(slots=2, max_len=64, chunk_sizes=(16,)), tokenizer=loaded.tokenizer)
     emoji = loaded.tokenizer.encode("😀🚀 done")
     forced = iter(emoji[:-2])
-    engine.run = lambda turn: jnp.asarray([next(forced)] * 2)  # the tokens that the model "draws"
+    engine.run = lambda turn: Sampled(jnp.asarray([next(forced)] * 2))  # the tokens that the model "draws"
     request = Request(prompt="x", params=SamplingParams(max_tokens=len(emoji) - 2), id="a")
     deltas = list(engine.stream([request]))
     text = loaded.tokenizer.decode(emoji[:-2])

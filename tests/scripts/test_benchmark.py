@@ -107,3 +107,15 @@ def test_policies_without_a_meaning(policies, capsys):
     with pytest.raises(SystemExit) as stopped:
         benchmark.main([*TINY, "--workload", "unread.jsonl", "--policies", policies])
     assert stopped.value.code == 2
+
+
+def test_prompts_are_computed_whole_unless_asked_for_and_no_run_finds_an_earlier_ones(tmp_path, capsys):
+    lines = [json.dumps({"prompt_ids": [*range(3, 23), last], "max_tokens": 2, "ignore_eos": True}) for last in (1, 2)]
+    path, target = write(tmp_path, lines), tmp_path / "figures.json"
+    for options, cached in ([], 0), (["--prefix-reuse"], 20):
+        how = [*TINY, "--workload", path, "--policies", "continuous", "--repeat", "2", "--json", str(target), *options]
+        assert benchmark.main(how) == 0
+        runs = json.loads(target.read_text())["runs"]
+        assert [run["cached_tokens"] for run in runs] == [cached] * 2
+        assert [run["prompt_tokens"] for run in runs] == [42] * 2
+        assert runs[1]["different"] == []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from batching.plan import Sampled
 from scripts import command, scaling
 from scripts.limits import Limits, Work
 
@@ -93,7 +94,7 @@ def test_the_picture(name, tmp_path):
 
 def test_a_request_that_fails_gives_no_figures(monkeypatch, capsys):
     def poisoned(self, turn):
-        return scaling.np.full(8, -1)
+        return Sampled(scaling.np.full(8, -1))
 
     monkeypatch.setattr(scaling.Engine, "run", poisoned)
     monkeypatch.setattr(scaling, "measure_limits", lambda: pytest.fail("goes on"))
