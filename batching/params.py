@@ -51,14 +51,14 @@ class SamplingParams:
     presence_penalty: float = 0.0  # off the logits of tokens of the output
     frequency_penalty: float = 0.0  # so often as they occur there
     logit_bias: dict[int, float] | None = None  # token id -> what is added to its logit, -100 .. 100
-    allowed_token_ids: Sequence[int] | None = None  # no others are sampled; kept as a tuple
-    bad_words: Sequence[str] = ()  # never generated: the token that would complete one is not sampled
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled; kept as a tuple
+    bad_words: tuple[str, ...] = ()  # never generated: the token that would complete one is not sampled
     seed: int | None = None  # None: the engine draws one and reports it
     n: int = 1  # samples, each with a seed derived from the request's and an Output of its own
     logprobs: int | None = None  # of each sampled token and of so many most probable ones; at most 20
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     stop_token_ids: tuple[int, ...] = ()
-    stop: str | Sequence[str] = ()  # ends the text where the first of these begins; kept as a tuple
+    stop: str | tuple[str, ...] = ()  # ends the text where the first of these begins; kept as a tuple
     ignore_eos: bool = False  # ignores the model's own end tokens, not `stop_token_ids`
     json_schema: str | Mapping[str, Any] | None = None  # the text is JSON that is valid by it; kept as JSON
     regex: str | None = None  # the text matches it as a whole

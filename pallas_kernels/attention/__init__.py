@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import cpu, mosaic_gpu, mosaic_tpu, reference, xla
@@ -171,11 +170,10 @@ def slot_attention(
     scale = float(H**-0.5 if scale is None else scale)
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")
-    if isinstance(window, int | np.integer):
-        if window < 1:
-            raise ValueError(f"window must be at least 1, not {window}")
-    elif window is not None:
+    if isinstance(window, jax.Array):
         window = jnp.maximum(window, 1)
+    elif window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, not {window}")
     positions = jnp.clip(positions, 0, S - 1)
     with jax.named_scope("slot_attention"):
         return one.attend(
