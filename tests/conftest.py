@@ -1,6 +1,8 @@
 """Options and settings that all tests share."""
 
+import gc
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -8,6 +10,19 @@ import pytest
 # XLA's threads on a CPU. The GPU interpreter blocks one of them in every warpgroup that waits for a barrier: with two
 # of them, the warpgroup that all wait for may never come to run.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
+
+
+MAPS = Path("/proc/self/maps")
+MOST_MAPS = 25_000  # of 65,530 that Linux lets a process have; a program of XLA's for CPUs takes some 400
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """JAX keeps every program it has compiled: a long run would come to the end of its memory maps, and crash there."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

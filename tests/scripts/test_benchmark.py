@@ -17,7 +17,7 @@ GOOD = [  # prompt, generated
     (20, 2),
     (1, 9),
 ]
-BAD = ['{"prompt_ids": [1], "top_p": 1}', json.dumps({"prompt_ids": [1] * 40})]  # refused by reader, by engine
+BAD = ['{"prompt_ids": [1], "best_of": 1}', json.dumps({"prompt_ids": [1] * 40})]  # refused by reader, by engine
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_lines_that_cannot_be_served_are_counted_apart(tmp_path, capsys):
     for run in figures["runs"]:
         assert (run["requests"], run["prompt_tokens"], run["generated_tokens"]) == (3, 24, 17)
     assert "failed requests: 2" in shown.err
-    assert "line 2: fields that are not supported: ['top_p']" in shown.err
+    assert "line 2: fields that are not supported: ['best_of']" in shown.err
     assert "line 3: the prompt has 40 tokens" in shown.err
 
 
