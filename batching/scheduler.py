@@ -176,8 +176,15 @@ class Scheduler:
         """Give a turn's tokens and logprobs to their requests; free the slots of those that end."""
         progress = [Progress(sequence, None) for sequence in self._ended]
         self._ended = []
-        if turn is None:
-            return progress
+        try:
+            if turn is not None:
+                self._commit(turn, sampled, progress)
+        except BaseException:  # who has ended is told with the next turn; the others can still be failed
+            self._ended = [one.sequence for one in progress if one.sequence.finish_reason is not None]
+            raise
+        return progress
+
+    def _commit(self, turn: Turn, sampled: Sampled, progress: list[Progress]) -> None:
         for one in turn.scored:
             if one.sequence.finish_reason is None and not one.sequence.keep_prompt_logprobs(sampled, *one[1:]):
                 progress.append(self._fail(one.sequence, "the logits of the prompt are not finite"))
@@ -192,8 +199,10 @@ class Scheduler:
                     reason = f"leave no token that the grammar allows: {sequence.grammar.error}"
                 progress.append(self._fail(sequence, f"the logits after {tokens} tokens {reason}"))
                 continue
-            progress.append(Progress(sequence, self._take(sequence, token, sampled, row, now)))
-        return progress
+            try:
+                progress.append(Progress(sequence, self._take(sequence, token, sampled, row, now)))
+            except Exception as error:  # of this request, and nobody else's
+                progress.append(self._fail(sequence, f"{type(error).__name__}: {error}"))
 
     def _take(self, sequence: SequenceState, token: int, sampled: Sampled, row: int, now: float) -> int | None:
         """A token for a sequence, which may end it. None if it wanted none: its prompt is scored, that is all."""
