@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from batching import Engine, EngineConfig, Request, SamplingParams
 from batching.plan import Flag, Sampled
 from model.checkpoint import load
+from tests.batching.compiling import compile_events
 from tests.batching.fake import FakeDevice, alone, make_scheduler, run_turn, sequence
 from tests.batching.schemas import SCHEMAS, check
 from tests.batching.test_engine import prompt_of
@@ -74,20 +74,8 @@ def test_tokens_do_not_depend_on_the_schedule_and_nothing_compiles(tiny, engine)
     kinds = [{"json_schema": SCHEMAS[name]} for name in ("nested", "anyOf")] + [{"regex": "[a-z]{5,30}"}] * 3
     expected = [output.token_ids for output in serve(engine, *kinds)]
     other = Engine(tiny, EngineConfig(slots=1, max_len=S, chunk_sizes=(16,)), tokenizer=TOKENIZER, eos_ids=[EOS])
-    compiled = []
-
-    def listen(event, duration, **kwargs):
-        if "compile" in event or "trace" in event or "lower" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        jax.jit(lambda x: x + 17)(np.float32(1))
-        assert compiled, "JAX's compile events have other names now"
-        compiled.clear()
+    with compile_events() as compiled:
         assert [output.token_ids for output in serve(other, *kinds)] == expected
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
 
 

@@ -15,6 +15,7 @@ from model.checkpoint import load
 from model.kv_cache import cache_bytes
 from model.logits import init_sampling
 from pallas_kernels.attention import IMPLEMENTATIONS, cache_shapes
+from tests.batching.compiling import compile_events
 from tests.batching.test_engine import prompt_of, run_poisoned
 
 DATA = Path(__file__).parents[1] / "data"
@@ -145,17 +146,8 @@ def test_a_switch_that_is_no_switch_is_refused():
 
 def test_nothing_compiles_for_a_copy(tiny):
     engine = Engine(tiny.model, EngineConfig(slots=8, max_len=S, chunk_sizes=(16,)))
-    compiled = []
-
-    def listen(event, duration, **kwargs):
-        if "compile" in event or "trace" in event or "lower" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compile_events() as compiled:
         outputs = engine.generate([prompt_of(100, 1)] * 4, SamplingParams(max_tokens=1, temperature=0))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert [one.cached_tokens for one in outputs] == [0, 99, 99, 99]
     assert compiled == []
 

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from batching import Engine, EngineConfig, SamplingParams
 from model.checkpoint import load
+from tests.batching.compiling import compile_events
 
 DATA = Path(__file__).parents[1] / "data"
 S = 96
@@ -39,24 +39,12 @@ def test_nothing_compiles_after_warm_up(attention, programs):
     config = EngineConfig(slots=5, max_len=S, chunk_sizes=(16, 64), attention=attention)
     engine = Engine(load(DATA / "llama_tied_gqa4").model, config)
     assert sorted(engine.programs) == programs
-    compiled = []
-
-    def listen(event, duration, **kwargs):
-        if "compile" in event or "trace" in event or "lower" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        jax.jit(lambda x: x + 17)(np.float32(1))
-        assert compiled, "JAX's compile events have other names now"
-        compiled.clear()
+    with compile_events() as compiled:
         outputs = engine.generate(
             [[5] * length for length in range(1, S + 1)], SamplingParams(max_tokens=1, temperature=0.5)
         )
         engine.generate([[1]], SamplingParams(temperature=0))
         engine.generate([[1] * 20] * 7, FIELDS)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert [output.completion_tokens for output in outputs] == [1] * S
     assert compiled == []
 
