@@ -207,7 +207,7 @@ def profile(engine: Engine, options: Options) -> dict[str, Any]:
     medians = {name: max(taken_s - nothing, 0.0) for name, taken_s in medians.items()} | {"launch": launch}
     work = work_of(engine, plan)
     rows = {
-        name: figures(taken_s, work.get(name, Work()), turn, limits, too_short=nothing / 10)
+        name: figures(taken_s, work.get(name, Work()), turn, limits, too_short=launch / 10)
         for name, taken_s in (medians | {"host": host}).items()
     }
     return {
