@@ -20,9 +20,11 @@ class AsyncEngine:
     """Serves requests from asyncio: one thread owns the engine and steps it while there is work.
 
     The event loop never waits for a step: it hands calls to the thread, which runs them between two steps, and is told
-    of what they bring. A consumer that goes away takes its request with it: the slot is free by the next step. An
-    exception in a step ends the requests that had a slot with "error" Outputs, and the thread goes on. Nobody else may
-    use the engine until this is closed. Methods may be called from several event loops.
+    of what they bring. Steps never wait for prompts to be tokenised and grammars to be compiled: threads of the event
+    loop's do that, and requests may overtake each other there. A consumer that goes away takes its request with it: the
+    slot is free by the next step. An exception in a step ends the requests that had a slot with "error" Outputs, and
+    the thread goes on. Nobody else may use the engine until this is closed. Methods may be called from several event
+    loops.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,7 +63,7 @@ class AsyncEngine:
     def cancel(self, request_id: str) -> "asyncio.Future[bool]":
         """End a request with what it has; its consumer gets the Output. Awaited: False if the id is unknown or ended.
 
-        It happens before the next step whether the result is awaited or not.
+        It happens before the next step whether the result is awaited or not. A request is known once it is queued.
         """
         return self.call(lambda engine: engine.cancel(request_id))
 
@@ -88,8 +90,9 @@ class AsyncEngine:
 
     async def _deltas(self, requests: list[Request]) -> AsyncGenerator[Delta]:
         mailbox = _Mailbox(asyncio.get_running_loop())
-        left = {(request.id, index) for request in requests for index in range(request.params.n)}
-        subscribed = self._post(lambda: self._engine.subscribe(requests, mailbox.put))
+        sequences = await asyncio.to_thread(self._engine.prepare, requests)
+        left = {(sequence.id, sequence.index) for sequence in sequences}
+        subscribed = self._post(lambda: self._engine.subscribe(sequences, mailbox.put))
         try:
             await asyncio.wrap_future(subscribed)
             while left:
@@ -189,4 +192,5 @@ class _Mailbox:
 def joined(earlier: Delta, later: Delta) -> Delta:
     """Two pieces of one sample as one."""
     text = None if later.text is None else (earlier.text or "") + later.text
-    return dataclasses.replace(later, token_ids=earlier.token_ids + later.token_ids, text=text)
+    logprobs = None if later.logprobs is None else (earlier.logprobs or []) + later.logprobs
+    return dataclasses.replace(later, token_ids=earlier.token_ids + later.token_ids, text=text, logprobs=logprobs)

@@ -1,12 +1,15 @@
 """How an engine serves (`EngineConfig`) and what it counted (`EngineStats`)."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
 from batching.params import as_int, as_token_ids
 from batching.plan import PlanShapes
 from batching.policies import make_policy
+from batching.turn import Progress, Turn, TurnTimes
 from pallas_kernels.attention import IMPLEMENTATIONS
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -23,22 +26,25 @@ class EngineConfig:
     cache_dtype: str | None = None  # None: as dtype
     policy: str = "continuous"
     max_queue: int = 1024
+    run_ahead: int = 1  # turns that the device may have while their tokens are not read; results are the same
     prefix_reuse: bool = True  # rows that are in some slot already are not computed again; results are the same
+    checks: bool = False  # verify every turn, and stop at the first that is wrong; see batching/checks.py
     attention: str | None = None  # an implementation of `slot_attention`; None: the first that runs here
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_len", "max_queue"):
+        for name, least in (("slots", 1), ("max_len", 1), ("max_queue", 1), ("run_ahead", 0)):
             object.__setattr__(self, name, as_int(getattr(self, name), name))
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         object.__setattr__(self, "chunk_sizes", as_token_ids(self.chunk_sizes, "chunk_sizes"))
         for name in ("dtype", "cache_dtype"):
             if getattr(self, name) not in (*DTYPES, *((None,) if name == "cache_dtype" else ())):
                 raise ValueError(f"{name} must be one of {sorted(DTYPES)}, not {getattr(self, name)!r}")
         if self.attention not in (None, *IMPLEMENTATIONS):
             raise ValueError(f"attention must be one of {list(IMPLEMENTATIONS)}, not {self.attention!r}")
-        if not isinstance(self.prefix_reuse, bool):
-            raise ValueError(f"prefix_reuse must be true or false, not {self.prefix_reuse!r}")
+        for name in ("prefix_reuse", "checks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         make_policy(self.policy)
         PlanShapes.choose(self.slots, self.chunk_sizes, block_q=1)
 
@@ -55,6 +61,32 @@ class EngineStats:
     prompt_tokens: int = 0  # of the requests, whether computed or found in a slot
     cached_tokens: int = 0  # of these, found
     generated_tokens: int = 0
+    _until: float = field(default=-math.inf, repr=False)  # when the last turn was committed
+    wasted_rows: int = 0  # live ones, sampled for requests that had ended when their tokens were read
+    preemptions: int = 0  # of requests that ended
+    wall_s: float = 0.0  # while there was a turn somewhere between its planning and its commit
+    host_s: float = 0.0  # planning, launching, interpreting and delivering, whether the device was busy or not
+    gap_s: float = 0.0  # at most so long the device waited for the host
+
+    def count_launch(self, turn: Turn, gap_s: float) -> None:
+        self.turns += 1
+        self.busy_slots += turn.busy
+        self.rows += len(turn.plan.rows.tokens)
+        self.live_rows += turn.plan.live_rows
+        self.gap_s += gap_s
+
+    def count_commit(self, progress: Iterable[Progress]) -> None:
+        for sequence, token in progress:
+            self.generated_tokens += token is not None
+            if sequence.finish_reason is not None:
+                self.prompt_tokens += min(sequence.computed, len(sequence.prompt))
+                self.cached_tokens += sequence.cached
+                self.preemptions += sequence.metrics.preemptions
+
+    def count_times(self, times: TurnTimes) -> None:
+        self.host_s += times.launched - times.plan + times.committed - times.ready
+        self.wall_s += times.committed - max(times.plan, self._until)
+        self._until = times.committed
 
     @property
     def busy_share(self) -> float:
@@ -65,3 +97,8 @@ class EngineStats:
     def padding_share(self) -> float:
         """Share of computed rows that were padding."""
         return 1 - self.live_rows / self.rows if self.rows else 0.0
+
+    @property
+    def gap_share(self) -> float:
+        """Of the time with turns, at most so much the device waited for the host."""
+        return self.gap_s / self.wall_s if self.wall_s else 0.0

@@ -1,12 +1,15 @@
 """What turns bring, on its way to those who wait for it."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from batching.request import Delta, Output
-from batching.scheduler import Progress, SequenceState
+from batching.scheduler import Scheduler
+from batching.sequence import SequenceState
 from batching.text import TextStream
+from batching.turn import Progress
 from model.tokenizer import Tokenizer
 
 
@@ -16,6 +19,7 @@ class _Ticket:
 
     deliver: Callable[[Delta], None] | None
     text: TextStream | None
+    told: int = 0  # logprobs that were in pieces
 
 
 class Delivery:
@@ -24,9 +28,9 @@ class Delivery:
     A sequence's Deltas go to the function that it was expected with, or else its Output goes to an outbox.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Callable[[SequenceState, str], None]) -> None:
-        """`stop` ends a request whose text has come to a stop string, before the next turn is planned."""
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
+        """The scheduler is told of a request whose text has come to a stop string, before the next turn is planned."""
+        self._tokenizer, self._scheduler = tokenizer, scheduler
         self._tickets: dict[SequenceState, _Ticket] = {}
         self._progress: deque[Progress] = deque()
         self._outbox: list[Output] = []
@@ -58,28 +62,46 @@ class Delivery:
         """One after the other; what an exception interrupts goes on with the next call."""
         self._progress += progress
         while self._progress:
-            self._put(*self._progress.popleft())
+            one = self._progress.popleft()
+            try:
+                self._put(*one)
+            except BaseException:
+                if one.sequence.finish_reason is not None:  # its end is still owed, if somebody waits for it
+                    self._progress.appendleft(Progress(one.sequence, None))
+                raise
 
     def _put(self, sequence: SequenceState, token: int | None) -> None:
         ticket = self._tickets.get(sequence)
         if ticket is None:  # of a stream that was closed
             return
         piece = None if ticket.text is None else self._read(sequence, token, ticket.text)
+        told = sequence.logprobs[ticket.told :] if sequence.params.logprobs is not None else None
+        ticket.told = len(sequence.logprobs)
         output = None
         if sequence.finish_reason is not None:
-            del self._tickets[sequence]
             output = sequence.end(None if ticket.text is None else ticket.text.text)
-        if ticket.deliver is not None:
-            ticket.deliver(Delta(sequence.id, [] if token is None else [token], piece, output, sequence.index))
-        elif output is not None:
-            self._outbox.append(output)
+            del self._tickets[sequence]
+        if ticket.deliver is None:
+            self._outbox += [] if output is None else [output]
+            return
+        tokens = [] if token is None else [token]
+        try:
+            ticket.deliver(Delta(sequence.id, tokens, piece, output, sequence.index, told))
+        except Exception:  # whoever waited is not there any more
+            logging.getLogger(__name__).exception("a consumer of request %s failed", sequence.id)
+            if self.abandon(sequence) and sequence.finish_reason is None:
+                self._scheduler.fail(sequence, "its consumer failed")
 
     def _read(self, sequence: SequenceState, token: int | None, text: TextStream) -> str:
         """The piece of text that a token or the end brings. A stop string ends the request."""
         shown = None if token in sequence.stop_ids else token  # the token that stops a request has no text
         # As in vLLM, and as with stop tokens: the first `min_tokens` tokens never end a request.
         may_stop = token is not None and len(sequence.output) > sequence.params.min_tokens
-        piece = text.push(shown, last=sequence.finish_reason is not None, may_stop=may_stop)
+        try:
+            piece = text.push(shown, last=sequence.finish_reason is not None, may_stop=may_stop)
+        except Exception as error:  # of this request, and nobody else's
+            self._scheduler.fail(sequence, f"{type(error).__name__}: {error}")
+            return ""
         if text.stop_reason is not None and sequence.finish_reason != "error":
-            self._stop(sequence, text.stop_reason)
+            self._scheduler.stop(sequence, text.stop_reason)
         return piece

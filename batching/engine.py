@@ -1,31 +1,31 @@
 """The loop around plan, step and commit, and the text on either side of it."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from batching.checks import CheckedScheduler, IntegrityError
 from batching.config import DTYPES, EngineConfig, EngineStats
 from batching.delivery import Delivery
-from batching.grammar import GrammarCompiler, slot_masks
-from batching.intake import Intake, slot_rows
-from batching.plan import PlanShapes, Sampled
+from batching.grammar import GrammarCompiler
+from batching.intake import Intake
+from batching.plan import Sampled
 from batching.policies import make_policy
-from batching.programs import compile_copy, compile_programs, compile_sampling
 from batching.request import Delta, Output, QueueFull, Request, SamplingParams, as_requests
-from batching.scheduler import Progress, Scheduler, SequenceState, Turn
-from batching.step import EngineState, init_state, split_model
+from batching.runner import Runner, ready
+from batching.scheduler import Scheduler
+from batching.sequence import SequenceState
+from batching.turn import Flight, Progress, Turn, TurnTimes
 from model.checkpoint import load
-from model.kv_cache import cache_bytes
-from model.logits import SamplingState
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
-from pallas_kernels.attention import IMPLEMENTATIONS, choose_implementation
+
+NOTHING = Sampled(np.empty(0, np.int32))
 
 
 class Engine:
@@ -44,43 +44,30 @@ class Engine:
 
         Args:
             on_compile: called with (programs compiled, programs in all, seconds of the last), first with none compiled.
+
+        Raises ValueError where the model and the configuration do not go together.
         """
-        if config.max_len > model.config.max_positions:
-            raise ValueError(f"max_len {config.max_len} exceeds the model's {model.config.max_positions} positions")
-        if model.embed.weight.dtype != DTYPES[config.dtype]:
-            raise ValueError(f"dtype is {config.dtype}, but the model's weights are {model.embed.weight.dtype}")
         self.config, self.model_config = config, model.config
-        self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
-        self.attention = choose_implementation(
-            config.attention,
-            dtype=DTYPES[config.dtype],
-            cache_dtype=DTYPES[config.cache_dtype or config.dtype],
-            head_dim=model.config.head_dim,
-            heads=model.config.num_heads,
-            kv_heads=model.config.num_kv_heads,
-        )
-        block_q = IMPLEMENTATIONS[self.attention].block_q
-        self.scheduler = Scheduler(
-            shapes=PlanShapes.choose(config.slots, config.chunk_sizes, block_q),
+        vocabulary = model.config.vocab_size
+        # What is not in the vocabulary is never sampled.
+        self.tokenizer, self.eos_ids = tokenizer, frozenset(one for one in eos_ids if 0 <= one < vocabulary)
+        self.runner = Runner(model, config, on_compile)
+        self.scheduler = (CheckedScheduler if config.checks else Scheduler)(
+            shapes=self.runner.shapes,
             max_len=config.max_len,
             policy=make_policy(config.policy),
             max_queue=config.max_queue,
             prefix_reuse=config.prefix_reuse,
         )
+        grammars = GrammarCompiler(tokenizer, vocabulary, self.eos_ids)
+        self._intake = Intake(vocabulary, self.eos_ids, tokenizer, grammars, config.max_len, config.max_queue)
+        self.delivery = Delivery(tokenizer, self.scheduler)
         self.stats = EngineStats(slots=config.slots)
-        grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_ids)
-        self._intake = Intake(model.config.vocab_size, self.eos_ids, tokenizer, grammars)
-        self.delivery = Delivery(tokenizer, self.scheduler.stop)
+        self.on_turn: Callable[[Turn, TurnTimes], None] | None = None  # called when a turn is committed
+        self._broken: IntegrityError | None = None  # nothing is computed any more
+        self._in_flight: deque[Flight] = deque()  # launched and not committed, the oldest first
+        self._last: float | None = None  # when a turn was ready last, while there is work
         self._unqueued: dict[str, list[SequenceState]] = {}  # of streams, by id, while the queue is full
-        self._state = self._fresh_state()
-        self.graph, self._weights = split_model(model)
-        self.programs = compile_programs(
-            self.graph, self._weights, self._state, self.scheduler.shapes, self.attention, on_compile
-        )
-        self.sampling_programs = compile_sampling(self._state.sampling)
-        self._copy_prefix = compile_copy(self._state) if config.prefix_reuse else None
-        self.cache_bytes = cache_bytes(self._state.cache)
-        self.weight_bytes = sum(weight.nbytes for weight in self._weights)
 
     @classmethod
     def from_pretrained(
@@ -115,11 +102,12 @@ class Engine:
         More requests than the queue holds are queued as it empties. Closing the iterator cancels what is left.
         Raises ValueError at once, before any is queued, for a request that cannot be served.
         """
-        return self._stream(self._check_all(as_requests(requests)))
+        sequences = self.prepare(as_requests(requests))
+        self._check(sequences)
+        return self._stream(sequences)
 
     def _stream(self, sequences: list[SequenceState]) -> Iterator[Delta]:
-        for sequence in sequences:  # again: others may have come since
-            self._check_id(sequence)
+        self._check(sequences)  # again: others may have come since
         inbox: deque[Delta] = deque()
         left, queued = {(sequence.id, sequence.index): sequence for sequence in sequences}, deque(sequences)
         for sequence in sequences:
@@ -148,13 +136,20 @@ class Engine:
         self._enter_all(samples, None)
         return request.id
 
-    def subscribe(self, requests: Sequence[Request], deliver: Callable[[Delta], None]) -> Callable[[], None]:
-        """Queue requests, all or none; as steps bring their Deltas, `deliver` is called with each.
+    def prepare(self, requests: Sequence[Request]) -> list[SequenceState]:
+        """The requests' samples, tokenised and checked as far as that does not depend on others: for any thread.
+
+        Raises ValueError, naming its index, for a request that cannot be served or has an id that one before it has.
+        """
+        return self._intake.all_sequences(requests)
+
+    def subscribe(self, sequences: Sequence[SequenceState], deliver: Callable[[Delta], None]) -> Callable[[], None]:
+        """Queue what `prepare` returned, all or none; as steps bring their Deltas, `deliver` is called with each.
 
         Returns a function that gives up those that have not ended: nothing more of them is delivered.
-        Raises ValueError for a request that cannot be served, QueueFull when there is no room for all.
+        Raises ValueError for an id that is in use, QueueFull when there is no room for all.
         """
-        sequences = self._check_all(requests)
+        self._check(sequences)
         self._enter_all(sequences, deliver)
         return partial(self._abandon, sequences)
 
@@ -193,50 +188,72 @@ class Engine:
         self.stats = EngineStats(slots=self.config.slots)
 
     def _turn(self) -> None:
-        """Plan, compute, commit. After an exception the rows on the device are in doubt: who has a slot ends with an
-        error, the queue goes on."""
+        """Launch a turn, then commit the oldest one in flight, unless the device may be left further behind.
+
+        After an exception the rows on the device are in doubt: who has a slot ends with an error, the queue goes on;
+        not after an IntegrityError.
+        """
+        if self._broken is not None:
+            for sequence in list(self.scheduler.waiting):
+                self.scheduler.fail(sequence, f"the engine stopped: {self._broken}", report=True)
+            self.finish(None, NOTHING)
+            return
         try:
-            turn = self.scheduler.plan()
-            self.finish(turn, self.run(turn))
+            launched = self._launch()
+            wait = not launched or len(self._in_flight) > self.config.run_ahead
+            self._commit(self._in_flight.popleft() if wait and self._in_flight else None)
+            if not self.scheduler.unfinished:  # nobody waits for what is left
+                self._in_flight.clear()
+                self._last = None
         except BaseException as error:
+            self._in_flight.clear()
             self.scheduler.fail_running(f"the step failed: {type(error).__name__}: {error}")
-            del self._state  # before a new one is allocated; it may have been donated already
-            self._state = self._fresh_state()
+            if isinstance(error, IntegrityError):
+                self._broken = error
+            self.runner.reset()
             raise
 
-    def run(self, turn: Turn | None) -> Sampled:
-        """Compute a turn of the scheduler's; what comes of it. The parts of `step`, for those who time them."""
+    def _launch(self) -> bool:
+        """Plan a turn and tell the device of it, if there is one."""
+        clock = self.scheduler.clock
+        start = clock()
+        turn = self.scheduler.plan()
         if turn is None:
-            return Sampled(np.empty(0, np.int32))
-        for sequence in turn.admitted:
-            if sequence.uses_slot_rows and sequence.slot is not None:
-                rows = slot_rows(sequence, self.model_config.vocab_size)
-                self._set_sampling(self.sampling_programs.set_slot, np.int32(sequence.slot), rows)
-        for copy in turn.copies:
-            assert self._copy_prefix is not None
-            self._state = self._copy_prefix(self._state, *np.asarray(copy, np.int32))
-        if bound := [sequence for sequence in turn.sampled if sequence.grammar is not None]:
-            self._set_sampling(self.sampling_programs.set_masks, *slot_masks(bound, self.config.slots))
-        self._state, sampled = self.programs[turn.plan.shape](self._weights, self._state, turn.plan.rows)
-        self.stats.turns += 1
-        self.stats.busy_slots += turn.busy
-        self.stats.rows += len(turn.plan.rows.tokens)
-        self.stats.live_rows += turn.plan.live_rows
-        return turn.fetch(sampled)
+            return False
+        planned = clock()
+        idle = all(ready(flight.sampled) for flight in self._in_flight)
+        sampled = self.run(turn)
+        launched = clock()
+        self._in_flight.append(Flight(turn, sampled, start, planned, launched))
+        waited_since = start if self._last is None else self._last
+        self.stats.count_launch(turn, gap_s=launched - waited_since if idle else 0.0)
+        return True
 
-    def _set_sampling(self, program: Callable[..., SamplingState], *arguments: Any) -> None:
-        """Write the state that draws look at, by one of `sampling_programs`."""
-        self._state = replace(self._state, sampling=program(self._state.sampling, *arguments))
+    def run(self, turn: Turn) -> Sampled:
+        """What will come of a turn of the scheduler's. The parts of `step`, for those who time them."""
+        return self.runner.launch(turn, partial(self.scheduler.fail, report=True))
+
+    def _commit(self, flight: "Flight | None") -> None:
+        if flight is None:
+            self.finish(None, NOTHING)
+            return
+        turn, clock = flight.turn, self.scheduler.clock
+        wait = clock()
+        sampled = turn.fetch(flight.sampled)
+        self._last = arrived = clock()
+        self.finish(turn, sampled)
+        times = TurnTimes(flight.plan, flight.launch, flight.launched, wait, arrived, clock())
+        self.stats.count_times(times)
+        if self.on_turn is not None:
+            self.on_turn(turn, times)
 
     def finish(self, turn: Turn | None, sampled: Sampled) -> None:
         """Interpret what came of a turn, and put what it brings where it is waited for."""
+        if turn is not None:
+            self.stats.wasted_rows += sum(one.finish_reason is not None for one in turn.sampled)
         progress = self.scheduler.commit(turn, sampled)
+        self.stats.count_commit(progress)
         self.delivery.put(progress)
-        for sequence, token in progress:
-            self.stats.generated_tokens += token is not None
-            if sequence.finish_reason is not None:
-                self.stats.prompt_tokens += min(sequence.computed, len(sequence.prompt))
-                self.stats.cached_tokens += sequence.cached
 
     def _enter(self, sequence: SequenceState, deliver: Callable[[Delta], None] | None) -> None:
         """Into the queue; or straight to its end, if it was cancelled before there was room."""
@@ -255,37 +272,24 @@ class Engine:
             if not others:
                 del self._unqueued[sequence.id]
 
-    def _enter_all(self, sequences: list[SequenceState], deliver: Callable[[Delta], None] | None) -> None:
+    def _enter_all(self, sequences: Sequence[SequenceState], deliver: Callable[[Delta], None] | None) -> None:
         room = self.scheduler.queue_room
         if len(sequences) > room:
             raise QueueFull(f"the queue has room for {room} more requests, not for {len(sequences)}")
         for sequence in sequences:
             self._enter(sequence, deliver)
 
+    def _check(self, sequences: Iterable[SequenceState]) -> None:
+        """As `_check_id`, of several requests' samples, naming the request's index."""
+        for index, (_, samples) in enumerate(itertools.groupby(sequences, key=lambda one: id(one.group))):
+            try:
+                self._check_id(next(samples))
+            except ValueError as error:
+                raise ValueError(f"request {index}: {error}") from None
+
     def _check_id(self, sequence: SequenceState) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"the engine stopped: {self._broken}")
         self.scheduler.check(sequence)
         if any(other.group is not sequence.group for other in self._unqueued.get(sequence.id, ())):
             raise ValueError(f"a request with id {sequence.id!r} is still running")
-
-    def _fresh_state(self) -> EngineState:
-        dtype = DTYPES[self.config.cache_dtype or self.config.dtype]
-        slots, max_len = self.config.slots, self.config.max_len
-        return init_state(
-            self.model_config, slots=slots, max_len=max_len, cache_dtype=dtype, implementation=self.attention
-        )
-
-    def _check_all(self, requests: Sequence[Request]) -> list[SequenceState]:
-        """The requests' samples."""
-        sequences: list[SequenceState] = []
-        ids = set()
-        for index, request in enumerate(requests):
-            try:
-                if request.id in ids:
-                    raise ValueError(f"the id {request.id!r} is given twice")
-                ids.add(request.id)
-                samples = self._intake.sequences(request)
-                self._check_id(samples[0])
-                sequences += samples
-            except ValueError as error:
-                raise ValueError(f"request {index}: {error}") from None
-        return sequences

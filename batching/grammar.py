@@ -12,7 +12,8 @@ nothing can follow. Masks are computed before the turn that draws by them, and d
 Departures from JSON Schema (github.com/guidance-ai/llguidance, docs/json_schema.md): properties come in the schema's
 order; names under `additionalProperties` and `patternProperties` may repeat; a `format` is enforced, as a pattern (a
 date may be a 30th of February). Between JSON's tokens there are at most 24 characters of whitespace, since a model may
-never stop writing it; the key `x-guidance` at the top of a schema changes that and more.
+never stop writing it. The key `x-guidance` at the top of a schema changes that (`params.SCHEMA_OPTIONS`): it may set
+separators, whitespace and escapes, but not have the library ignore what it does not support.
 """
 
 import functools
@@ -35,7 +36,11 @@ WHITESPACE = r"[ \n\r\t]{1,24}"
 
 
 class GrammarCompiler:
-    """Makes matchers for one model. The compiled grammars that were used last are kept."""
+    """Makes matchers for one model. The compiled grammars that were used last are kept.
+
+    Several threads may make matchers while another one uses those made before: a matcher is a copy of a compiled
+    grammar that nobody advances, and what copies share the library locks.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
         """`vocab_size` is the model's: ids that the tokenizer lacks are never allowed."""
@@ -115,6 +120,9 @@ class GrammarCompiler:
         """The constraint in the library's language."""
         if name == "json_schema":
             assert isinstance(constraint, str)
+            options = json.loads(constraint).get("x-guidance", {})
+            if options.get("whitespace_flexible") is False:  # the pattern, though a default, would count for more
+                return LLMatcher.grammar_from_json_schema(constraint)
             return LLMatcher.grammar_from_json_schema(constraint, defaults={"whitespace_pattern": WHITESPACE})
         if isinstance(constraint, str):
             grammar = LLMatcher.grammar_from_regex(constraint)

@@ -2,27 +2,29 @@
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from batching.grammar import GrammarCompiler, pack
-from batching.params import SamplingParams
+from batching.params import SamplingParams, check_lengths
 from batching.request import Metrics, Request
 from batching.sequence import SequenceState
-from model.logits import ANY, BAD_WORD_TOKENS, BAD_WORDS, SlotRows
+from model.logits import ANY, BAD_WORD_TOKENS, BAD_WORDS, NOTHING, SlotRows
 from model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Intake:
-    """What requests are checked against."""
+    """What requests are checked against. It keeps nothing: threads may share it."""
 
     vocabulary: int
     eos_ids: frozenset[int]
     tokenizer: Tokenizer | None
     grammars: GrammarCompiler
+    max_len: int
+    max_queue: int
 
     def sequences(self, request: Request) -> list[SequenceState]:
         """One for each of the request's samples.
@@ -32,6 +34,7 @@ class Intake:
         if not isinstance(request, Request):
             raise ValueError(f"expected a Request, not {type(request).__name__}")
         params, prompt = request.params, self._prompt_ids(request)
+        check_lengths(len(prompt), params, self.max_len, self.max_queue)
         self._check_ids("prompt_ids", prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
@@ -56,9 +59,25 @@ class Intake:
                 early_ids=early_ids,
                 bad_words=bad_words,
                 grammar=self.grammars.matcher(params, stop_ids),
+                priority=request.priority,
             )
             for index in range(params.n)
         ]
+
+    def all_sequences(self, requests: Sequence[Request]) -> list[SequenceState]:
+        """Of several requests. Raises ValueError naming the index of one that cannot be served, or whose id one before
+        it has."""
+        sequences: list[SequenceState] = []
+        ids = set()
+        for index, request in enumerate(requests):
+            try:
+                sequences += self.sequences(request)
+                if request.id in ids:
+                    raise ValueError(f"the id {request.id!r} is given twice")
+                ids.add(request.id)
+            except ValueError as error:
+                raise ValueError(f"request {index}: {error}") from None
+        return sequences
 
     def _prompt_ids(self, request: Request) -> tuple[int, ...]:
         if request.prompt_ids is not None:
@@ -79,7 +98,11 @@ class Intake:
             raise ValueError(f"{name} holds {bad}; the vocabulary is 0 .. {self.vocabulary - 1}")
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word at the start of a text, and after a space where that is another token, as in vLLM."""
+        """Token ids of each word at the start of a text, and after a space where these do not end with the same ones.
+
+        vLLM leaves out the latter where they are more or fewer. What is forbidden are these tokens: the same letters
+        in others are not.
+        """
         if params.bad_words and self.tokenizer is None:
             raise ValueError("the model has no tokenizer: bad_words cannot be looked for")
         found: list[tuple[int, ...]] = []
@@ -89,7 +112,7 @@ class Intake:
             first, spaced = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
             if not first:
                 raise ValueError(f"bad_words holds {word!r}, for which there is no token")
-            forms = [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
+            forms = [first] if spaced[-len(first) :] == first else [first, spaced]
             for ids in forms:
                 self._check_ids("bad_words", ids)
                 if len(ids) > BAD_WORD_TOKENS:
@@ -137,4 +160,11 @@ def slot_rows(sequence: SequenceState, vocabulary: int) -> SlotRows:
         else:
             words[several, -len(word) :] = word
             several += 1
-    return SlotRows(bias, pack(sequence.prompt, vocabulary), pack(sequence.early_ids, vocabulary), words)
+    return SlotRows(
+        bias,
+        pack(sequence.prompt, vocabulary),
+        pack(sequence.early_ids, vocabulary),
+        words,
+        counts=np.bincount(np.array(sequence.output, np.int64), minlength=vocabulary).astype(np.int32),
+        recent=np.array([*[NOTHING] * (BAD_WORD_TOKENS - 1), *sequence.output][1 - BAD_WORD_TOKENS :], np.int32),
+    )

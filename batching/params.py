@@ -32,6 +32,16 @@ NUMBERS = (
     ("frequency_penalty", -2, 2, "in -2 .. 2"),
 )
 OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # integers that may be None
+# What the key "x-guidance" of a schema may hold: llguidance's options for how the JSON is written. With its others,
+# `lenient` and `coerce_one_of`, it leaves out of the schema what it does not support.
+SCHEMA_OPTIONS = (
+    "item_separator",
+    "key_separator",
+    "whitespace_flexible",
+    "whitespace_pattern",
+    "json_allowed_escapes",
+    "json_allow_general_unicode_escapes",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ class SamplingParams:
                 self._set(name, within(as_int(getattr(self, name), name), least, most, name, wanted))
         for name, least, most, wanted in NUMBERS:
             self._set(name, float(within(as_number(getattr(self, name), name), least, most, name, wanted)))
-        self._set("stop_token_ids", as_token_ids(self.stop_token_ids, "stop_token_ids"))
+        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self._set("stop_token_ids", as_token_ids(stop_token_ids, "stop_token_ids"))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", as_token_ids(self.allowed_token_ids, "allowed_token_ids"))
         if self.logit_bias is not None:
@@ -107,6 +118,20 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+
+def check_lengths(prompt: int, params: SamplingParams, max_len: int, max_queue: int) -> None:
+    """Raises ValueError where a request with so many prompt tokens never fits a slot, or its samples the queue."""
+    if params.n > max_queue:
+        raise ValueError(f"n is {params.n}, but the queue holds {max_queue}")
+    if not 1 <= prompt <= max_len:
+        raise ValueError(f"the prompt has {prompt} tokens; a slot holds 1 to {max_len}")
+    wanted = params.max_tokens
+    if wanted is not None and prompt + wanted - 1 > max_len:
+        raise ValueError(
+            f"the prompt's {prompt} tokens and max_tokens {wanted} need {prompt + wanted - 1} positions; "
+            f"a slot holds {max_len}"
+        )
 
 
 def within(value: Any, least: float, most: float, name: str, wanted: str) -> Any:
@@ -182,6 +207,9 @@ def as_schema(value: Any) -> str:
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json_schema {value!r:.200} is not a JSON schema: {error}") from None
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, Mapping) or not options.keys() <= set(SCHEMA_OPTIONS):
+        raise ValueError(f"json_schema: x-guidance may hold {', '.join(SCHEMA_OPTIONS)}, not be {options!r:.200}")
     return text
 
 

@@ -18,7 +18,8 @@ class View:
 
     waiting: Sequence["SequenceState"]  # in order of arrival
     prefilling: Sequence["SequenceState"]  # have a slot and prompt tokens still to compute, in order of admission
-    decoding: Sequence["SequenceState"]
+    decoding: Sequence["SequenceState"]  # can advance; not those whose last token is still on its way
+    running: Sequence["SequenceState"]  # all that have a slot, in order of admission
     slots: int
     free: int  # slots that nobody has
 
@@ -31,7 +32,8 @@ class Decision:
     so on until the budget is used up. One whose prompt begins like that of one before it may wait and take none.
     """
 
-    admit: Sequence["SequenceState"] = ()  # get a slot now; at most `free` of them
+    preempt: Sequence["SequenceState"] = ()  # lose their slots now, to go on later where they were
+    admit: Sequence["SequenceState"] = ()  # get a slot now; at most as many as are free and `preempt` frees
     prefill: Sequence["SequenceState"] = ()  # may include those just admitted
     decode: bool = True  # every decoding sequence advances by one token
     decode_rows: int = 0  # at least so many decode rows are computed, as padding if need be
@@ -39,6 +41,8 @@ class Decision:
 
 
 class Policy(Protocol):
+    uses_priority: bool  # whether it looks at `SequenceState.priority`; where not, requests that set it are refused
+
     def decide(self, view: View) -> Decision: ...
 
 
@@ -48,9 +52,34 @@ class Continuous:
     Orca (OSDI '22) iteration-level scheduling with the chunked prefill of Sarathi-Serve (arXiv 2403.02310).
     """
 
+    uses_priority = False
+
     def decide(self, view: View) -> Decision:
         admit = view.waiting[: view.free]
         return Decision(admit=admit, prefill=[*view.prefilling, *admit])
+
+
+class Priority:
+    """The most urgent first, of equally urgent ones the first come. A more urgent request takes a slot of the least
+    urgent one, which waits again, keeps its tokens and goes on where it was.
+    """
+
+    uses_priority = True
+
+    def decide(self, view: View) -> Decision:
+        waiting = sorted(view.waiting, key=urgency)
+        admit, preempt = waiting[: view.free], []
+        for urgent, victim in zip(waiting[view.free :], sorted(view.running, key=urgency, reverse=True), strict=False):
+            if urgent.priority >= victim.priority:
+                break
+            admit.append(urgent)
+            preempt.append(victim)
+        prefill = [one for one in (*view.prefilling, *admit) if one not in preempt]
+        return Decision(preempt, admit, sorted(prefill, key=urgency))
+
+
+def urgency(sequence: "SequenceState") -> tuple[int, int]:
+    return sequence.priority, sequence.arrived
 
 
 class Static:
@@ -59,6 +88,8 @@ class Static:
     It is a rectangle, as in a library's `generate` on a list of prompts: every prompt is padded to the longest, until
     the longest member ends nobody else is admitted, and the rows of members that ended are still computed.
     """
+
+    uses_priority = False
 
     def __init__(self) -> None:
         self.batch, self.share = 0, 1.0
@@ -74,7 +105,7 @@ class Static:
         return Decision(decode_rows=self.batch)
 
 
-POLICIES: dict[str, type[Policy]] = {"continuous": Continuous, "static": Static}
+POLICIES: dict[str, type[Policy]] = {"continuous": Continuous, "static": Static, "priority": Priority}
 
 
 def make_policy(name: str) -> Policy:

@@ -40,9 +40,9 @@ class Prefixes:
         self._copies: list[Copy] = []
 
     def held(self, slot: int) -> tuple[int, ...]:
-        """The tokens whose rows a slot holds, from position 0 on."""
+        """The tokens whose rows a slot holds, from position 0 on, as far as they are known."""
         owner = self._owners.get(slot)
-        return self._left[slot] if owner is None else (owner.prompt + tuple(owner.output))[: owner.computed]
+        return self._left[slot] if owner is None else owner.tokens[: owner.computed]
 
     def place(self, sequence: "SequenceState", free: Sequence[int]) -> int:
         """Give a sequence one of the free slots, which is returned, and what rows of its prompt are there already.
@@ -59,15 +59,16 @@ class Prefixes:
             if shared[best] >= max(WORTHWHILE, max(shared) - WORTHWHILE + 1) and lost < WORTHWHILE:
                 slot = best
         self._owners[slot] = sequence
-        sequence.slot, sequence.computed, sequence.cached = slot, shared[slot], shared[slot]
+        sequence.slot = slot
+        self._skip_to(sequence, shared[slot])
         self._seek(sequence, shared)
         return slot
 
     def follow(self) -> None:
         """Before a turn's admissions: who waited for rows copies them, or goes on alone if they will not come."""
         for sequence, (leader, rows) in list(self._leaders.items()):
-            coming = leader.finish_reason is None and leader.computed < rows
-            if not coming or rows - sequence.computed < WORTHWHILE:
+            coming = leader.slot is not None and leader.finish_reason is None and leader.computed < rows
+            if not coming or rows - sequence.computed < _worthwhile(sequence):
                 self._seek(sequence, self._shared(sequence))
 
     def waits(self, sequence: "SequenceState", moving: Set["SequenceState"]) -> bool:
@@ -79,7 +80,7 @@ class Prefixes:
         return sequence in self._leaders and self._leaders[sequence][0] in moving
 
     def release(self, sequence: "SequenceState") -> None:
-        """A sequence ended: its slot keeps the rows, unless they are in doubt."""
+        """A sequence ended or lost its slot, which keeps the rows unless they are in doubt."""
         slot = sequence.slot
         assert slot is not None
         kept = self.held(slot) if self.reuse and sequence.finish_reason != "error" else ()
@@ -104,34 +105,45 @@ class Prefixes:
         source = max(range(len(shared)), key=shared.__getitem__)
         have = max(sequence.computed, shared[source])
         leader, rows = self._promise(sequence)
-        if leader is not None and rows - have >= WORTHWHILE:
+        least = _worthwhile(sequence)
+        if leader is not None and rows - have >= least:
             self._leaders[sequence] = leader, rows
-        elif have - sequence.computed >= WORTHWHILE:
+        elif have - sequence.computed >= least:
             assert sequence.slot is not None
             self._copies.append(Copy(source, sequence.slot, have))
-            sequence.cached += have - sequence.computed
-            sequence.computed = have
+            self._skip_to(sequence, have)
+
+    def _skip_to(self, sequence: "SequenceState", rows: int) -> None:
+        """So many of its rows are there."""
+        if not sequence.resumed:  # else it has been told already
+            sequence.cached += rows - sequence.computed
+        sequence.computed = rows
 
     def _shared(self, sequence: "SequenceState") -> list[int]:
-        """By slot, how many rows of the sequence's prompt it holds."""
-        most = self._most(sequence)
-        return [common(sequence.prompt, self.held(slot), most) if most else 0 for slot in range(len(self._left))]
+        """By slot, how many of the rows that the sequence needs it holds."""
+        most, tokens = self._most(sequence), sequence.tokens
+        return [common(tokens, self.held(slot), most) if most else 0 for slot in range(len(self._left))]
 
     def _promise(self, sequence: "SequenceState") -> tuple["SequenceState | None", int]:
         """Of those admitted before it and still at their prompt, the one that shares most with it, and how much."""
-        most, best, rows = self._most(sequence), None, 0
+        most, tokens, best, rows = self._most(sequence), sequence.tokens, None, 0
         for other in self._owners.values() if most else ():
             if other is sequence:
                 break
-            count = common(sequence.prompt, other.prompt, most) if other.prefilling else 0
+            count = common(tokens, other.tokens[: other.prefill_end], most) if other.prefilling else 0
             if count > rows:
                 best, rows = other, count
         return best, rows
 
     def _most(self, sequence: "SequenceState") -> int:
-        """Tokens of the prompt that need not be computed."""
-        every_logit = sequence.params.prompt_logprobs is not None
-        return len(sequence.prompt) - 1 if self.reuse and not every_logit else 0
+        """Tokens to prefill that need not be computed."""
+        every_logit = sequence.params.prompt_logprobs is not None and not sequence.output
+        return sequence.prefill_end - 1 if self.reuse and not every_logit else 0
+
+
+def _worthwhile(sequence: "SequenceState") -> int:
+    """Rows that must be gained for a wait or a copy. Several samples of one request never compute its prompt twice."""
+    return WORTHWHILE if sequence.params.n == 1 else 1
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...], most: int) -> int:

@@ -62,9 +62,9 @@ class SamplingPrograms(NamedTuple):
 
 def compile_sampling(state: SamplingState) -> SamplingPrograms:
     use_persistent_cache()
-    (B, V), (_, W) = state.bias.shape, state.mask.shape
-    bits = np.zeros(W, np.uint32)
-    rows = SlotRows(np.zeros(V, np.float32), bits, bits, np.zeros(state.words.shape[1:], np.int32))
+    B, W = state.mask.shape
+    shapes = {name: np.zeros(getattr(state, name).shape[1:], getattr(state, name).dtype) for name in SlotRows._fields}
+    rows = SlotRows(**shapes)
     slots, masks = np.zeros(B, np.int32), np.zeros((B, W), np.uint32)
     return SamplingPrograms(
         jax.jit(set_slot, donate_argnums=0).lower(state, np.int32(0), rows).compile(),

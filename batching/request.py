@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from batching.params import SamplingParams, as_token_ids
+from batching.params import SamplingParams, as_int, as_token_ids
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -26,6 +26,7 @@ class Request:
     messages: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    priority: int = 0  # lower is more urgent; other values than 0 need a policy that looks at it
 
     def __post_init__(self) -> None:
         given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(self, name) is not None]
@@ -39,6 +40,7 @@ class Request:
             check_messages(self.messages)
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"id must be a string that is not empty, not {self.id!r}")
+        object.__setattr__(self, "priority", as_int(self.priority, "priority"))
         if not isinstance(self.params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(self.params).__name__}")
 
@@ -68,6 +70,7 @@ class Metrics:
     tokens: list[float] = field(default_factory=list)  # of each token, the first included
     end: float | None = None
     turns: int = 0
+    preemptions: int = 0  # how often it lost its slot to a more urgent request
 
     @property
     def first_token(self) -> float | None:
@@ -106,13 +109,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of a stream. Joined, the pieces are exactly the Output's text and token ids."""
+    """A piece of a stream. Joined, the pieces are exactly the Output's text, token ids and logprobs."""
 
     id: str
     token_ids: list[int]
     text: str | None
     output: Output | None = None  # with the last piece
     index: int = 0  # which of the request's `n` samples
+    logprobs: list[Logprobs] | None = None  # of `token_ids`, if asked for
 
 
 def check_messages(messages: Any) -> None:

@@ -1,53 +1,22 @@
 """Slots, queue and turns: plain Python and NumPy, no device.
 
-`plan` says which rows the next turn computes, `commit` is the only place that interprets sampled tokens.
+`plan` says which rows the next turn computes, `commit` is the only place that interprets sampled tokens. Turns may be
+planned before earlier ones are committed: what a row needs is on the device by then, and a turn knows whose its rows
+are.
 """
 
+import bisect
 import math
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from batching.plan import FROM_DEVICE, NOT_FINITE, BatchPlan, Chunk, PlanShapes, Sampled, build_plan
+from batching.params import check_lengths
+from batching.plan import FROM_DEVICE, NOT_FINITE, Chunk, PlanShapes, Sampled, build_plan
 from batching.policies import Decision, Policy, View
-from batching.prefix import Copy, Prefixes
+from batching.prefix import Prefixes
 from batching.request import FinishReason, QueueFull
 from batching.sequence import SequenceState
-
-
-class Turn(NamedTuple):
-    """A plan and who its sampled rows belong to, captured when it is made and used when its tokens are read."""
-
-    plan: BatchPlan
-    sampled: tuple[SequenceState, ...]  # whose the first of the M sampled rows are
-    busy: int  # slots that somebody has in this turn
-    copies: tuple[Copy, ...] = ()  # of rows, to be made before the plan is computed
-    admitted: tuple[SequenceState, ...] = ()  # got their slots for this turn
-    scored: tuple["Scored", ...] = ()
-
-    def fetch(self, sampled: Sampled) -> Sampled:
-        """What a step returned, as NumPy arrays, without what nobody asked for. Waits for the step."""
-        told = any(sequence.params.logprobs is not None for sequence in self.sampled)
-        wanted = (True, told, told, bool(self.scored), bool(self.scored))
-        return Sampled(*(np.asarray(one) if want else None for one, want in zip(sampled, wanted, strict=True)))
-
-
-class Scored(NamedTuple):
-    """Prompt rows of a turn whose targets' logprobs are asked for."""
-
-    sequence: SequenceState
-    first_row: int  # of the turn's
-    start: int  # position of that row
-    count: int
-
-
-class Progress(NamedTuple):
-    """What a turn brought to one request: a token, its end, or both."""
-
-    sequence: SequenceState
-    token: int | None
+from batching.turn import Progress, Scored, Turn
 
 
 class Scheduler:
@@ -64,27 +33,22 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shapes, self.max_len, self.policy, self.max_queue, self.clock = shapes, max_len, policy, max_queue, clock
-        self.waiting: list[SequenceState] = []
+        self.waiting: list[SequenceState] = []  # in order of arrival, those that lost their slots among them
         self.running: list[SequenceState] = []  # in order of admission
         self.free: list[int] = list(range(shapes.slots))
         self.prefixes = Prefixes(shapes.slots, reuse=prefix_reuse)
         self._live: dict[str, list[SequenceState]] = {}  # the samples of each request
         self._ended: list[SequenceState] = []  # ended between turns, not yet reported
+        self._arrived = 0
 
     def check(self, sequence: SequenceState) -> None:
         """Raises ValueError if no slot can ever hold the request, or its id is that of a live one."""
         if any(other.group is not sequence.group for other in self._live.get(sequence.id, ())):
             raise ValueError(f"a request with id {sequence.id!r} is still running")
-        prompt, wanted = len(sequence.prompt), sequence.params.max_tokens
-        if sequence.params.n > self.max_queue:
-            raise ValueError(f"n is {sequence.params.n}, but the queue holds {self.max_queue}")
-        if not 1 <= prompt <= self.max_len:
-            raise ValueError(f"the prompt has {prompt} tokens; a slot holds 1 to {self.max_len}")
-        if wanted is not None and prompt + wanted - 1 > self.max_len:
-            raise ValueError(
-                f"the prompt's {prompt} tokens and max_tokens {wanted} need {prompt + wanted - 1} positions; "
-                f"a slot holds {self.max_len}"
-            )
+        check_lengths(len(sequence.prompt), sequence.params, max_len=self.max_len, max_queue=self.max_queue)
+        if sequence.priority and not self.policy.uses_priority:
+            name = type(self.policy).__name__
+            raise ValueError(f"priority is {sequence.priority}, but the policy {name} does not look at it")
 
     def submit(self, sequence: SequenceState) -> None:
         """Queue a request.
@@ -99,6 +63,8 @@ class Scheduler:
         # The last token needs no row of its own: it is never attended to.
         room = self.max_len - len(sequence.prompt) + 1
         sequence.max_tokens = room if sequence.params.max_tokens is None else sequence.params.max_tokens
+        self._arrived += 1
+        sequence.arrived = self._arrived
         self._live.setdefault(sequence.id, []).append(sequence)
         self.waiting.append(sequence)
 
@@ -120,13 +86,24 @@ class Scheduler:
             self._end(sequence, "stop")
         sequence.finish_reason, sequence.stop_reason = "stop", reason
 
-    def fail_running(self, reason: str) -> None:
-        """End every request that has a slot with an error: its rows are lost. Those in the queue are not concerned,
-        unless nobody had a slot: then nothing can be planned for them."""
-        for sequence in list(self.running or self.waiting):
-            sequence.error = reason
+    def fail(self, sequence: SequenceState, error: str, *, report: bool = False) -> None:
+        """End a request, even one that ended otherwise but was not told so yet, with an error.
+
+        `report`: the next `commit` tells of it.
+        """
+        if sequence.finish_reason is None:
             self._end(sequence, "error")
+        sequence.finish_reason, sequence.stop_reason, sequence.error = "error", None, error
+        if report:
             self._ended.append(sequence)
+
+    def fail_running(self, error: str) -> None:
+        """End every request that has a slot with an error: its rows are lost, and so are the turns in flight. Those in
+        the queue are not concerned, unless nobody had a slot: then nothing can be planned for them."""
+        for sequence in list(self.running or self.waiting):
+            self.fail(sequence, error, report=True)
+        for sequence in self.waiting:
+            sequence.in_flight = 0
         self.prefixes.forget()
 
     @property
@@ -139,20 +116,43 @@ class Scheduler:
         return bool(self._live or self._ended)
 
     def plan(self) -> Turn | None:
-        """The next turn, or None if there is nothing to compute."""
+        """The next turn, or None if there is nothing to compute before a turn in flight is committed, or at all."""
         if not self._live:
             return None
-        decoding = [sequence for sequence in self.running if not sequence.prefilling]
-        prefilling = [sequence for sequence in self.running if sequence.prefilling]
-        decision = self.policy.decide(View(self.waiting, prefilling, decoding, self.shapes.slots, len(self.free)))
+        decision = self.policy.decide(self._view())
+        for sequence in decision.preempt:
+            self._preempt(sequence)
         self.prefixes.follow()
-        self._admit(decision)
-        decode = decoding if decision.decode else []
+        admitted = self._admit(decision)
+        decode = [one for one in self.running if one.decoding] if decision.decode else []
         budget = self.shapes.budget(max(len(decode), decision.decode_rows))
         chunks = self._chunks(decision, math.ceil(budget * decision.prefill_share))
         if not decode and not chunks:
-            raise RuntimeError(f"{type(self.policy).__name__} scheduled nothing for {len(self._live)} requests")
-        decode_rows = [self._decode_row(sequence) for sequence in decode]
+            if not any(one.in_flight for samples in self._live.values() for one in samples):
+                raise RuntimeError(f"{type(self.policy).__name__} scheduled nothing for {len(self._live)} requests")
+            return None
+        return self._turn(decision, admitted, decode, chunks, budget)
+
+    def _view(self) -> View:
+        return View(
+            waiting=[one for one in self.waiting if not one.in_flight],  # else what it goes on from is not known yet
+            prefilling=[one for one in self.running if one.prefilling],
+            decoding=[one for one in self.running if one.decoding],
+            running=tuple(self.running),
+            slots=self.shapes.slots,
+            free=len(self.free),
+        )
+
+    def _turn(
+        self,
+        decision: Decision,
+        admitted: tuple[SequenceState, ...],
+        decode: list[SequenceState],
+        chunks: list[tuple[SequenceState, int]],
+        budget: int,
+    ) -> Turn:
+        """Rows for these: they are on their way from here on."""
+        decode_rows = [self._advance(sequence, (FROM_DEVICE,)) for sequence in decode]
         prompt_rows = [self._prompt_rows(sequence, count) for sequence, count in chunks]
         plan = build_plan(
             self.shapes,
@@ -162,13 +162,15 @@ class Scheduler:
             min_chunk=min(budget, int(sum(count for _, count in chunks) / decision.prefill_share)),
         )
         sampled = (*decode, *(sequence for sequence, _ in chunks if not sequence.prefilling))
+        for sequence in sampled:
+            sequence.in_flight += 1
         starts = zip(chunks, plan.first_rows[len(decode) :], prompt_rows, strict=True)
         return Turn(
             plan,
             sampled,
             busy=len(self.running),
             copies=self.prefixes.take_copies(),
-            admitted=tuple(decision.admit),
+            admitted=admitted,
             scored=tuple(Scored(one, row, chunk.start, count) for (one, count), row, chunk in starts if chunk.targets),
         )
 
@@ -187,9 +189,10 @@ class Scheduler:
     def _commit(self, turn: Turn, sampled: Sampled, progress: list[Progress]) -> None:
         for one in turn.scored:
             if one.sequence.finish_reason is None and not one.sequence.keep_prompt_logprobs(sampled, *one[1:]):
-                progress.append(self._fail(one.sequence, "the logits of the prompt are not finite"))
+                progress.append(self._failed(one.sequence, "the logits of the prompt are not finite"))
         now = self.clock()
         for row, (sequence, token) in enumerate(zip(turn.sampled, sampled.tokens.tolist(), strict=False)):
+            sequence.in_flight -= 1
             if sequence.finish_reason is not None:  # ended since the turn was planned: its row was wasted
                 continue
             if token < 0:
@@ -197,12 +200,12 @@ class Scheduler:
                 reason = "are not finite" if token == NOT_FINITE else "leave no token that is allowed"
                 if sequence.grammar is not None and sequence.grammar.error is not None:
                     reason = f"leave no token that the grammar allows: {sequence.grammar.error}"
-                progress.append(self._fail(sequence, f"the logits after {tokens} tokens {reason}"))
+                progress.append(self._failed(sequence, f"the logits after {tokens} tokens {reason}"))
                 continue
             try:
                 progress.append(Progress(sequence, self._take(sequence, token, sampled, row, now)))
             except Exception as error:  # of this request, and nobody else's
-                progress.append(self._fail(sequence, f"{type(error).__name__}: {error}"))
+                progress.append(self._failed(sequence, f"{type(error).__name__}: {error}"))
 
     def _take(self, sequence: SequenceState, token: int, sampled: Sampled, row: int, now: float) -> int | None:
         """A token for a sequence, which may end it. None if it wanted none: its prompt is scored, that is all."""
@@ -223,18 +226,34 @@ class Scheduler:
             self._end(sequence, "length")
         return token
 
-    def _fail(self, sequence: SequenceState, error: str) -> Progress:
-        sequence.error = error
-        self._end(sequence, "error")
+    def _failed(self, sequence: SequenceState, error: str) -> Progress:
+        self.fail(sequence, error)
         return Progress(sequence, None)
 
-    def _admit(self, decision: Decision) -> None:
+    def _admit(self, decision: Decision) -> tuple[SequenceState, ...]:
         assert len(decision.admit) <= len(self.free), "a policy admitted more requests than there are free slots"
         for sequence in list(decision.admit):
             self.waiting.remove(sequence)
+            sequence.resumed = len(sequence.output)
             self.free.remove(self.prefixes.place(sequence, self.free))
-            sequence.metrics.admission = self.clock()
+            if sequence.metrics.admission is None:
+                sequence.metrics.admission = self.clock()
             self.running.append(sequence)
+        return tuple(decision.admit)
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Back into the queue, where it was: it keeps its tokens, and its slot their rows until somebody takes it."""
+        self._leave(sequence)
+        sequence.slot, sequence.computed = None, 0
+        sequence.cached *= bool(sequence.output)  # else what it is told of is still to come
+        sequence.metrics.preemptions += 1
+        bisect.insort(self.waiting, sequence, key=lambda one: one.arrived)
+
+    def _leave(self, sequence: SequenceState) -> None:
+        assert sequence.slot is not None
+        self.running.remove(sequence)
+        self.prefixes.release(sequence)
+        bisect.insort(self.free, sequence.slot)
 
     def _chunks(self, decision: Decision, budget: int) -> list[tuple[SequenceState, int]]:
         """How many prompt tokens of whom, in at most `budget` rows."""
@@ -246,18 +265,15 @@ class Scheduler:
             moving.add(sequence)
             if waits:
                 continue
-            count = min(len(sequence.prompt) - sequence.computed, budget)
+            count = min(sequence.prefill_end - sequence.computed, budget)
             budget -= self.shapes.padded(count)
             chunks.append((sequence, count))
         return chunks
 
-    def _decode_row(self, sequence: SequenceState) -> Chunk:
-        return self._advance(sequence, (FROM_DEVICE,))
-
     def _prompt_rows(self, sequence: SequenceState, count: int) -> Chunk:
-        return self._advance(sequence, sequence.prompt[sequence.computed : sequence.computed + count])
+        return self._advance(sequence, sequence.tokens[sequence.computed : sequence.computed + count])
 
-    def _advance(self, sequence: SequenceState, tokens: tuple[int, ...]) -> Chunk:
+    def _advance(self, sequence: SequenceState, tokens: Sequence[int]) -> Chunk:
         start = sequence.computed
         sequence.computed += len(tokens)
         sequence.metrics.turns += 1
@@ -276,7 +292,4 @@ class Scheduler:
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
-            self.running.remove(sequence)
-            self.prefixes.release(sequence)
-            self.free.append(sequence.slot)
-            self.free.sort()
+            self._leave(sequence)

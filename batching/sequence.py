@@ -40,9 +40,13 @@ class SequenceState:
     early_ids: frozenset[int] = frozenset()  # what min_tokens forbids
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: "Grammar | None" = None  # its slot's mask says what may be drawn
+    priority: int = 0  # lower is more urgent
+    arrived: int = 0  # its place in the order of arrival, set on submission
     max_tokens: int = 0  # what params and the slot's length allow, set on submission
     slot: int | None = None
-    computed: int = 0
+    computed: int = 0  # rows that are in its slot once all turns planned so far are computed
+    in_flight: int = 0  # tokens of turns that are planned and not committed
+    resumed: int = 0  # tokens of its output that it had when it got its slot: they are prefilled like the prompt
     cached: int = 0  # of these, positions that nobody computed for it: their rows were there
     output: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -65,8 +69,27 @@ class SequenceState:
         self._draw = Draw(numbers, min(max(params.top_k, 0), MOST_TOP_K), self.seed, flags)
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and output, as far as they are known."""
+        return self.prompt + tuple(self.output) if self.output else self.prompt
+
+    @property
+    def prefill_end(self) -> int:
+        return len(self.prompt) + self.resumed
+
+    @property
     def prefilling(self) -> bool:
-        return self.computed < len(self.prompt)
+        return self.computed < self.prefill_end
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its next row can be planned: a token is on the device, and another one is wanted after it.
+
+        A grammar must have seen that token, so its request is never ahead of the device.
+        """
+        if self.slot is None or self.prefilling or (self.grammar is not None and self.in_flight):
+            return False
+        return len(self.output) + self.in_flight < self.max_tokens
 
     @property
     def draw(self) -> Draw:
@@ -85,7 +108,8 @@ class SequenceState:
 
     def targets(self, start: int, count: int) -> tuple[int, ...]:
         """The prompt's tokens after `count` rows from `start` on whose logprobs are asked for."""
-        return () if self.params.prompt_logprobs is None else self.prompt[start + 1 : start + 1 + count]
+        told = self.params.prompt_logprobs is None or self.output
+        return () if told else self.prompt[start + 1 : start + 1 + count]
 
     def keep_logprobs(self, token: int, sampled: Sampled, row: int) -> None:
         """Of a token that was drawn."""
@@ -98,7 +122,8 @@ class SequenceState:
         values = sampled.prompt_logprobs[first_row : first_row + len(targets)]
         for row, token in enumerate(targets, start=first_row):
             one = logprobs_at(token, sampled.prompt_logprobs[row], sampled.prompt_top_ids[row], most)
-            self.prompt_logprobs.append(one)
+            position = start + 1 + row - first_row
+            self.prompt_logprobs[position : position + 1] = [one]  # again, if it lost its slot and came back
         return bool(np.isfinite(values).all())
 
     def end(self, text: str | None) -> Output:

@@ -18,7 +18,7 @@ class TextStream:
         self._detokenizer, self._stop = Detokenizer(tokenizer), tuple(stop)
         self._pieces: list[str] = []
         self._held = ""  # certain, but not yet a piece
-        self._early = 0  # characters from the start of `_held` on: a match that ends within them does not count
+        self._early = ""  # what the first tokens had from the start of `_held` on: a match within it does not count
 
     @property
     def text(self) -> str:
@@ -48,19 +48,21 @@ class TextStream:
         if found is not None:
             start, self.stop_reason = found
             return text[:start]
-        if not may_stop:
-            self._early = len(text)
+        # Kept if only the start of a character came: until its other bytes come, `preview` hides those before it.
+        if not may_stop and not self._early.startswith(text):
+            self._early = text
         kept = 0 if last else max(overlap(self._held, stop) for stop in self._stop)
         return self._take(len(self._held) - kept)
 
     def _take(self, count: int) -> str:
         piece, self._held = self._held[:count], self._held[count:]
-        self._early = max(0, self._early - count)
+        self._early = self._early[count:]
         return piece
 
     def _first(self, text: str) -> tuple[int, str] | None:
         """Where the earliest stop string starts, and which it is."""
-        starts = ((text.find(stop, max(0, self._early - len(stop) + 1)), -len(stop), stop) for stop in self._stop)
+        early = common(self._early, text)  # later tokens may have changed the end of it
+        starts = ((text.find(stop, max(0, early - len(stop) + 1)), -len(stop), stop) for stop in self._stop)
         found = [start for start in starts if start[0] >= 0]
         if not found:
             return None
@@ -74,3 +76,9 @@ def overlap(text: str, stop: str) -> int:
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)
     return len(text) - start if start >= 0 else 0
+
+
+def common(one: str, other: str) -> int:
+    """The length of the start that they share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

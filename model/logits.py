@@ -38,6 +38,8 @@ class SlotRows(NamedTuple):
     prompted: Any  # uint32 [W]
     stops: Any  # uint32 [W]
     words: Any  # int32 [N, L]
+    counts: Any  # int32 [V]: of the output so far, if the request goes on after it lost its slot
+    recent: Any  # int32 [L-1]
 
 
 class Uses(NamedTuple):
@@ -70,15 +72,15 @@ def init_sampling(slots: int, vocabulary: int) -> SamplingState:
 
 
 def set_slot(state: SamplingState, slot: Int[Array, ""], rows: SlotRows) -> SamplingState:
-    """For the request that takes `slot`: what it asks for, and no output yet. Its mask stays."""
+    """For the request that takes `slot`: what it asks for, and its output so far. The slot's mask stays."""
     return replace(
         state,
-        counts=state.counts.at[slot].set(0),
+        counts=state.counts.at[slot].set(rows.counts),
         bias=state.bias.at[slot].set(rows.bias),
         prompted=state.prompted.at[slot].set(rows.prompted),
         stops=state.stops.at[slot].set(rows.stops),
         words=state.words.at[slot].set(rows.words),
-        recent=state.recent.at[slot].set(NOTHING),
+        recent=state.recent.at[slot].set(rows.recent),
     )
 
 

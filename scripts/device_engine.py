@@ -89,18 +89,18 @@ def serve(model: Transformer, implementation: str, prompts: list[list[int]]) -> 
         "first_serve_s": served - compiled,
         "serve_s": time.perf_counter() - served,
         "turns": engine.stats.turns // 2,
-        "cache_bytes": engine.cache_bytes,
+        "cache_bytes": engine.runner.cache_bytes,
         "temp_bytes": {},
         "reasons": [],
     }
     figures["reasons"] += [f"a request failed: {one.error}" for one in outputs if one.error is not None]
     if [one.token_ids for one in again] != [one.token_ids for one in outputs]:
         figures["reasons"].append("the same requests gave other tokens the second time")
-    layer_bytes = engine.cache_bytes / len(model.config.layers)
-    for shape, program in engine.programs.items():
+    layer_bytes = engine.runner.cache_bytes / len(model.config.layers)
+    for shape, program in engine.runner.programs.items():
         memory = program.memory_analysis()  # type: ignore[attr-defined]
         figures["temp_bytes"][f"{shape[0]}+{shape[1]}"] = memory.temp_size_in_bytes
-        if memory.alias_size_in_bytes < engine.cache_bytes:
+        if memory.alias_size_in_bytes < engine.runner.cache_bytes:
             figures["reasons"].append(f"program {shape} does not update the cache in place")
         if memory.temp_size_in_bytes >= layer_bytes:
             mb = memory.temp_size_in_bytes / 1e6

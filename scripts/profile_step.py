@@ -80,14 +80,14 @@ def make_plan(engine: Engine, options: Options) -> BatchPlan:
 
 def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
     """Name -> a function that runs that part over all layers and waits for it."""
-    graph, weights, rows = engine.graph, engine._weights, jax.tree.map(jnp.asarray, plan.rows)
+    graph, weights, rows = engine.runner.graph, engine.runner.weights, jax.tree.map(jnp.asarray, plan.rows)
     T, config = len(plan.rows.tokens), engine.model_config
     dtype = weights[0].dtype
     hidden = jax.random.normal(jax.random.key(0), (T, config.width), dtype)
     heads = jax.random.normal(jax.random.key(1), (T, config.num_heads, config.head_dim), dtype)
     kv = jax.random.normal(jax.random.key(2), (T, config.num_kv_heads, config.head_dim), dtype)
     logits = jax.random.normal(jax.random.key(3), (len(plan.rows.sample_rows), config.vocab_size), jnp.float32)
-    how = {"num_decode": plan.num_decode, "implementation": engine.attention}
+    how = {"num_decode": plan.num_decode, "implementation": engine.runner.attention}
 
     def part(run: Callable[..., Any], *inputs: Any) -> Callable[[], Any]:
         program = jax.jit(lambda weights, *inputs: run(graph.model(weights), *inputs))
@@ -121,8 +121,8 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
         return q, tuple(written)
 
     def attention() -> None:
-        out, cache = attend(weights, engine._state.cache, heads)
-        engine._state = replace(engine._state, cache=cache)
+        out, cache = attend(weights, engine.runner.state.cache, heads)
+        engine.runner.state = replace(engine.runner.state, cache=cache)
         jax.block_until_ready(out)
 
     @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
@@ -130,7 +130,7 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
         return state, rows.tokens + 1
 
     def launch() -> None:
-        engine._state, tokens = take_all(weights, engine._state, plan.rows)
+        engine.runner.state, tokens = take_all(weights, engine.runner.state, plan.rows)
         np.asarray(tokens)
 
     state = init_sampling(engine.config.slots, config.vocab_size)
@@ -155,8 +155,8 @@ def parts_of(engine: Engine, plan: BatchPlan) -> dict[str, Callable[[], Any]]:
 def work_of(engine: Engine, plan: BatchPlan) -> dict[str, Work]:
     """Flops and bytes of each part for the rows that are live: what padding costs counts as time lost."""
     config, live = engine.model_config, plan.rows.slots < engine.config.slots
-    itemsize = engine._weights[0].dtype.itemsize
-    cache_itemsize = jax.tree.leaves(engine._state.cache)[0].dtype.itemsize
+    itemsize = engine.runner.weights[0].dtype.itemsize
+    cache_itemsize = jax.tree.leaves(engine.runner.state.cache)[0].dtype.itemsize
     sampled = int((plan.rows.sample_slots < engine.config.slots).sum())
     return linear_work(config, plan.live_rows, itemsize) | {
         "attention": attention_work(config, plan.rows.slots[live], plan.rows.positions[live], cache_itemsize),
@@ -176,7 +176,8 @@ def host_seconds(engine: Engine, options: Options) -> float:
         start = time.perf_counter()
         turn = engine.scheduler.plan()
         planned = time.perf_counter() - start
-        sampled = engine.run(turn)
+        assert turn is not None
+        sampled = turn.fetch(engine.run(turn))
         start = time.perf_counter()
         engine.finish(turn, sampled)
         taken.append(planned + time.perf_counter() - start)
@@ -187,10 +188,10 @@ def host_seconds(engine: Engine, options: Options) -> float:
 def profile(engine: Engine, options: Options) -> dict[str, Any]:
     """Seconds of the turn and of its parts."""
     plan, limits = make_plan(engine, options), measure_limits()
-    program, parts = engine.programs[plan.shape], parts_of(engine, plan)
+    program, parts = engine.runner.programs[plan.shape], parts_of(engine, plan)
 
     def step() -> None:
-        engine._state, sampled = program(engine._weights, engine._state, plan.rows)
+        engine.runner.state, sampled = program(engine.runner.weights, engine.runner.state, plan.rows)
         np.asarray(sampled.tokens)
 
     host = host_seconds(engine, options)

@@ -106,7 +106,7 @@ def serve(engine: Engine, count: int, prompt: int, answer: int) -> Sample:
     for request in requests:
         engine.submit(request)
     while (turn := engine.scheduler.plan()) is not None:
-        engine.finish(turn, engine.run(turn))
+        engine.finish(turn, turn.fetch(engine.run(turn)))
         plans.append(turn.plan)
     taken = time.perf_counter() - start
     if errors := [output.error for output in engine.step() if output.error is not None]:
@@ -117,10 +117,10 @@ def serve(engine: Engine, count: int, prompt: int, answer: int) -> Sample:
 def decode(engine: Engine, rows: int, length: int) -> Sample:
     """A few decode turns of so many live rows: the compiled program alone."""
     chunks = [Chunk(slot, length - 1, (FROM_DEVICE,), True) for slot in range(rows)]
-    plan, taken = build_plan(engine.scheduler.shapes, chunks, []), []
+    runner, plan, taken = engine.runner, build_plan(engine.scheduler.shapes, chunks, []), []
     for _ in range(TURNS):
         start = time.perf_counter()
-        engine._state, sampled = engine.programs[plan.shape](engine._weights, engine._state, plan.rows)
+        runner.state, sampled = runner.programs[plan.shape](runner.weights, runner.state, plan.rows)
         np.asarray(sampled.tokens)
         taken.append(time.perf_counter() - start)
     return taken, [plan]
@@ -150,11 +150,14 @@ def growth(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def memory(engine: Engine) -> dict[str, float | None]:
     """MB resident now (None: not known here) and at most, and how much of each is neither model nor cache."""
     # On an accelerator model and cache are elsewhere: nothing is taken off.
-    held = engine.weight_bytes + engine.cache_bytes if jax.devices()[0].platform == "cpu" else 0
+    held = engine.runner.weight_bytes + engine.runner.cache_bytes if jax.devices()[0].platform == "cpu" else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     statm = Path("/proc/self/statm")
     now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else None
-    result: dict[str, float | None] = {"model_mb": engine.weight_bytes / MB, "cache_mb": engine.cache_bytes / MB}
+    result: dict[str, float | None] = {
+        "model_mb": engine.runner.weight_bytes / MB,
+        "cache_mb": engine.runner.cache_bytes / MB,
+    }
     for name, used in (("current", now), ("peak", max(peak, now or 0))):  # the kernel counts both in batches
         both = (None, None) if used is None else (used / MB, (used - held) / MB)
         result[f"{name}_mb"], result[f"beyond_{name}_mb"] = both

@@ -60,9 +60,9 @@ def make_engine(model: str, config: EngineConfig, console: Console) -> tuple[Eng
         "compile_s": counts.seconds,
         "programs": counts.programs,
         "programs_cached": counts.cached,
-        "attention": engine.attention,
-        "model_mb": engine.weight_bytes / MB,
-        "cache_mb": engine.cache_bytes / MB,
+        "attention": engine.runner.attention,
+        "model_mb": engine.runner.weight_bytes / MB,
+        "cache_mb": engine.runner.cache_bytes / MB,
     }
 
 

@@ -1,11 +1,14 @@
 """Options and settings that all tests share."""
 
 import gc
+import inspect
 import os
 from pathlib import Path
 
 import jax
 import pytest
+
+from batching import EngineConfig
 
 # XLA's threads on a CPU. The GPU interpreter blocks one of them in every warpgroup that waits for a barrier: with two
 # of them, the warpgroup that all wait for may never come to run.
@@ -30,6 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    # Every engine of the tests verifies its turns, unless a test says otherwise.
+    names = list(inspect.signature(EngineConfig).parameters)
+    defaults = dict(zip(names, EngineConfig.__init__.__defaults__, strict=True)) | {"checks": True}
+    EngineConfig.__init__.__defaults__ = tuple(defaults.values())
     # Arrays of different rank never meet by accident.
     jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -35,8 +35,7 @@ class Steps:
 
     async def reached(self):
         """The thread is inside a step."""
-        while not self.waiting.is_set():
-            await asyncio.sleep(0.001)
+        await happened(self.waiting)
 
     async def allow(self, count=1):
         for _ in range(count):
@@ -46,6 +45,33 @@ class Steps:
 
     def go_on(self):
         self.allowed.release(10**6)
+
+
+class Encoding:
+    """Holds up whoever has a text turned into tokens."""
+
+    def __init__(self, monkeypatch, tokenizer):
+        self.entered, self.allowed, self.left = threading.Event(), threading.Event(), threading.Event()
+        encode = tokenizer.encode
+
+        def encoded(*args, **kwargs):
+            self.entered.set()
+            assert self.allowed.wait(LIMIT)
+            self.left.set()
+            return encode(*args, **kwargs)
+
+        monkeypatch.setattr(tokenizer, "encode", encoded)
+
+
+async def happened(event):
+    while not event.is_set():
+        await asyncio.sleep(0.001)
+
+
+async def posted(served, count):
+    """So many calls wait for the engine's thread, which is inside a step."""
+    while len(served._calls) < count:
+        await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager

@@ -6,11 +6,12 @@ that is missing, stale, or someone else's changes it. No weights, no jax.
 
 import numpy as np
 
-from batching.plan import FROM_DEVICE, Rows, Sampled
+from batching.checks import CheckedScheduler
+from batching.plan import FROM_DEVICE, PlanShapes, Rows, Sampled
 from batching.policies import make_policy
 from batching.prefix import Copy
 from batching.request import Metrics, SamplingParams
-from batching.scheduler import PlanShapes, Scheduler, SequenceState
+from batching.sequence import SequenceState
 
 VOCABULARY = 97
 
@@ -69,7 +70,7 @@ def make_scheduler(
 ):
     shapes = PlanShapes.choose(slots, chunk_sizes, block_q)
     clock = iter(range(10**9)).__next__
-    return Scheduler(
+    return CheckedScheduler(
         shapes=shapes,
         max_len=max_len,
         policy=make_policy(policy),

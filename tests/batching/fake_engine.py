@@ -36,13 +36,11 @@ def fake_engine(slots=2, max_len=64, *, tokenizer=None, eos_ids=(), **config) ->
     """`engine.device` is its device. No program is compiled."""
     chosen = EngineConfig(**{"slots": slots, "max_len": max_len, "chunk_sizes": (16,)} | config)
     names = ("compile_programs", "compile_copy", "compile_sampling")
-    with mock.patch.multiple("batching.engine", **dict.fromkeys(names, mock.DEFAULT)):
+    with mock.patch.multiple("batching.runner", **dict.fromkeys(names, mock.DEFAULT)):
         engine = Engine(_model(), chosen, tokenizer=tokenizer, eos_ids=eos_ids)
     engine.device = FakeDevice(slots, max_len)
 
     def run(turn):
-        if turn is None:
-            return Engine.run(engine, None)
         for copy in turn.copies:
             engine.device.copy(copy)
         return engine.device.step(turn.plan.rows)

@@ -4,7 +4,11 @@ import asyncio
 import contextlib
 import random
 
-from tests.batching.async_tools import Steps, requests_of, run, serving
+from batching import Delta, SamplingParams
+from batching.async_engine import joined
+from batching.request import Logprobs
+from tests.batching.async_tools import Encoding, Steps, happened, requests_of, run, serving
+from tests.batching.fake import alone
 from tests.batching.fake_engine import expected_of, fake_engine, letters, prompt_of, request_of, text_of
 
 
@@ -60,7 +64,7 @@ def test_a_slow_reader_gets_what_it_missed_as_one_piece():
         async with serving(engine) as served:
             request = request_of("a", [5], max_tokens=60)
             stream = served.stream(request)
-            steps.allowed.release()
+            steps.allowed.release(1 + engine.config.run_ahead)
             first = await anext(stream)
             steps.go_on()
             while await served.call(lambda engine: engine.unfinished):
@@ -69,6 +73,31 @@ def test_a_slow_reader_gets_what_it_missed_as_one_piece():
             assert len(rest) == 1
             assert first.token_ids + rest[0].token_ids == expected_of(request) == rest[0].output.token_ids
             assert first.text + rest[0].text == text_of(expected_of(request))
+
+    run(main())
+
+
+def test_pieces_that_are_joined_keep_their_logprobs():
+    one, two = Logprobs(1, -1.0, [1], [-1.0]), Logprobs(2, -2.0, [3], [-0.5])
+    told = joined(Delta("a", [1], "x", logprobs=[one]), Delta("a", [2], "y", logprobs=[two]))
+    assert told == Delta("a", [1, 2], "xy", logprobs=[one, two])
+    assert joined(told, Delta("a", [], "", logprobs=[])).logprobs == [one, two]
+    assert joined(Delta("a", [1], "x"), Delta("a", [2], "y")).logprobs is None
+
+
+def test_steps_go_on_while_a_prompt_is_tokenised(monkeypatch):
+    engine, encoding = fake_engine(tokenizer=letters()), Encoding(monkeypatch, letters())
+
+    async def main():
+        async with serving(engine) as served:
+            slow = asyncio.create_task(served.generate([text_of([5])], SamplingParams(max_tokens=6)))
+            await happened(encoding.entered)
+            outputs = await served.generate(requests_of(3))
+            assert [output.token_ids for output in outputs] == [expected_of(request) for request in requests_of(3)]
+            assert not encoding.left.is_set()
+            assert not slow.done()
+            encoding.allowed.set()
+            assert (await slow)[0].token_ids == alone([5], 6)
 
     run(main())
 

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
-from batching import AsyncEngine, QueueFull
-from tests.batching.async_tools import Steps, requests_of, run, serving
-from tests.batching.fake_engine import check_slots, expected_of, fake_engine, request_of
+from batching import AsyncEngine, QueueFull, Request, SamplingParams
+from tests.batching.async_tools import Encoding, Steps, happened, posted, requests_of, run, serving
+from tests.batching.fake import alone
+from tests.batching.fake_engine import check_slots, expected_of, fake_engine, letters, request_of, text_of
 
 
 async def closed(streams):
@@ -36,10 +37,11 @@ def test_the_slot_of_a_consumer_that_goes_away_is_free_within_two_turns(leave):
     async def main():
         async with serving(engine) as served:
             streams = [served.stream(request_of("gone", [5], max_tokens=50))]
-            steps.allowed.release()
+            turns = 1 + engine.config.run_ahead  # until the first token is there
+            steps.allowed.release(turns)
             await anext(streams[0])
             following = asyncio.create_task(served.generate(requests_of(1)))
-            while len(steps.slots) < 2:
+            while len(steps.slots) <= turns:
                 await asyncio.sleep(0.001)
             before = len(steps.slots)
             await leave(streams)
@@ -62,13 +64,51 @@ def test_a_consumer_that_goes_away_before_its_request_is_queued():
             first = asyncio.create_task(served.generate(requests_of(1)))
             await steps.reached()
             gone = asyncio.create_task(served.generate([request_of("gone", [5], max_tokens=50)]))
-            await asyncio.sleep(0.01)
+            await posted(served, 1)
             gone.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await gone
             steps.go_on()
             await first
             assert not any("gone" in slots for slots in steps.slots)
+
+    run(main())
+
+
+def test_a_consumer_that_goes_away_while_its_prompt_is_tokenised(monkeypatch):
+    engine, encoding = fake_engine(tokenizer=letters()), Encoding(monkeypatch, letters())
+    steps = Steps(engine)
+    steps.go_on()
+
+    async def main():
+        async with serving(engine) as served:
+            request = Request(prompt=text_of([5]), params=SamplingParams(max_tokens=3), id="gone")
+            gone = asyncio.create_task(served.generate([request]))
+            await happened(encoding.entered)
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+            encoding.allowed.set()
+            await happened(encoding.left)
+            assert (await served.generate(requests_of(1)))[0].token_ids == expected_of(requests_of(1)[0])
+            assert not any("gone" in slots for slots in steps.slots)
+            assert (await served.generate([request]))[0].token_ids == alone([5], 3), "the id is free"
+
+    run(main())
+
+
+def test_close_while_a_prompt_is_tokenised(monkeypatch):
+    engine, encoding = fake_engine(tokenizer=letters()), Encoding(monkeypatch, letters())
+
+    async def main():
+        served = AsyncEngine(engine)
+        late = asyncio.create_task(served.generate([text_of([5])]))
+        await happened(encoding.entered)
+        await served.close()
+        encoding.allowed.set()
+        with pytest.raises(RuntimeError, match="closed"):
+            await late
+        assert not engine.unfinished
 
     run(main())
 
@@ -119,11 +159,15 @@ def test_who_is_refused_is_told_and_nobody_else_is_harmed():
             first = asyncio.create_task(served.generate(requests_of(1)))
             await steps.reached()
             others = [asyncio.create_task(served.generate([request])) for request in requests_of(3)[1:]]
+            await posted(served, 2)
             full = asyncio.create_task(served.generate([request_of("x", [5]), request_of("y", [5])]))
             alone = asyncio.create_task(anext(served.stream(request_of("z", [5]))))
             again = asyncio.create_task(anext(served.stream(requests_of(1)[0])))
-            long = asyncio.create_task(served.generate([[5] * 65]))
-            await asyncio.sleep(0.01)
+            with pytest.raises(ValueError, match="request 0: the prompt has 65 tokens; a slot holds 1 to 64"):
+                await served.generate([[5] * 65])
+            with pytest.raises(ValueError, match="request 1: the id 'x' is given twice"):
+                await served.generate([request_of("x", [5]), request_of("x", [5])])
+            await posted(served, 5)
             await steps.allow(1)
             await steps.reached()
             with pytest.raises(QueueFull, match="room for 0 more requests"):
@@ -132,8 +176,6 @@ def test_who_is_refused_is_told_and_nobody_else_is_harmed():
                 await alone
             with pytest.raises(ValueError, match="'0' is still running"):
                 await again
-            with pytest.raises(ValueError, match="65 tokens; a slot holds 1 to 64"):
-                await long
             with pytest.raises(ValueError, match="give a list of prompts"):
                 await served.generate("text")
             steps.go_on()
@@ -149,7 +191,10 @@ def test_close_ends_what_is_left():
 
     async def main():
         served = AsyncEngine(engine)
-        tasks = [asyncio.create_task(served.generate([request])) for request in requests_of(3)]
+        tasks = [asyncio.create_task(served.generate([request])) for request in requests_of(1)]
+        await steps.reached()
+        tasks += [asyncio.create_task(served.generate([request])) for request in requests_of(3)[1:]]
+        await posted(served, 2)
         await steps.allow(2)
         await steps.reached()
         closing = [asyncio.create_task(served.close()) for _ in range(2)]

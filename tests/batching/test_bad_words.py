@@ -10,6 +10,7 @@ from batching import Engine, EngineConfig, SamplingParams
 from batching.intake import Intake
 from model.checkpoint import load
 from model.tokenizer import Tokenizer
+from tests.batching.test_grammar import byte_level
 
 V = 320
 
@@ -36,23 +37,57 @@ def test_a_row_that_may_draw_nothing_ends_with_an_error_alone():
         engine.generate([[5]], SamplingParams(allowed_token_ids=[7], bad_words=["w7"]))
 
 
-@pytest.mark.parametrize("words", [["the"], [" the"], ["The cat", "xyzzyx"], ["日本"]])
-def test_bad_words_as_vllm_encodes_them(words):
-    """With and without a space before the word, the second where it is as many tokens and begins with another one."""
-    tokenizer = load("smollm2-135m-instruct").tokenizer
-    expected = []
-    for word in words:
-        plain, spaced = (tokenizer.encode(text + word.lstrip(), add_special_tokens=False) for text in ("", " "))
-        expected.append(tuple(plain))
-        if plain[0] != spaced[0] and len(plain) == len(spaced):
-            expected.append(tuple(spaced))
-    intake = Intake(tokenizer.vocab_size, frozenset(), tokenizer, None)
-    assert intake._bad_words(SamplingParams(bad_words=words)) == tuple(expected)
-    assert tokenizer.decode(expected[0]).strip() == words[0].strip()
+def intake_of(tokenizer: Tokenizer) -> Intake:
+    return Intake(tokenizer.vocab_size, frozenset(), tokenizer, None, max_len=96, max_queue=8)
+
+
+def spelt(tokenizer: Tokenizer, *words: str) -> list[list[str]]:
+    """The forms of bad words as the tokenizer spells its tokens."""
+    forms = intake_of(tokenizer)._bad_words(SamplingParams(bad_words=words))
+    return [[tokenizer._core.id_to_token(token) for token in form] for form in forms]
+
+
+def test_bad_words_with_and_without_a_space_before_them():
+    """In as many tokens, in fewer, in more, and in the same ones behind a space of its own."""
+    assert spelt(byte_level("Ġa"), "a") == [["a"], ["Ġa"]]
+    assert spelt(byte_level("ab", "Ġab"), "abb", "ab") == [["ab", "b"], ["Ġab", "b"], ["ab"], ["Ġab"]]
+    assert spelt(byte_level("Ġa", "ab"), "ab") == [["ab"], ["Ġa", "b"]]
+    assert spelt(byte_level("bb", "Ġb", "ab"), " ab") == [["ab"]], "after a space comes the same token"
+    assert spelt(spaced_words(), "w5") == [["w5"]]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        return load("smollm2-135m-instruct")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def test_bad_words_in_the_default_model_s_tokens(smollm2):
+    assert spelt(smollm2.tokenizer, "the") == spelt(smollm2.tokenizer, " the") == [["the"], ["Ġthe"]]
+    assert spelt(smollm2.tokenizer, "stupid") == [["st", "up", "id"], ["Ġstupid"]]
+    assert spelt(smollm2.tokenizer, "The cat", "xy") == [["The", "Ġcat"], ["ĠThe", "Ġcat"], ["xy"], ["Ġxy"]]
+
+
+def test_the_default_model_never_says_a_bad_word(smollm2):
+    """It is made to want nothing else, at the start of the text and after a space."""
+    config = EngineConfig(slots=2, max_len=64, chunk_sizes=(16,))
+    engine = Engine(smollm2.model, config, tokenizer=smollm2.tokenizer)
+    for word in ("stupid", "Paris", "banana"):
+        for text in (word, f" {word}"):
+            wanted = dict.fromkeys(smollm2.tokenizer.encode(text, add_special_tokens=False), 60)
+            params = [
+                SamplingParams(max_tokens=12, temperature=0, logit_bias=wanted, bad_words=words)
+                for words in ([], [word])
+            ]
+            free, bound = engine.generate(["She said:"] * 2, params)
+            assert text * 2 in free.text
+            assert word not in bound.text
 
 
 def test_bad_words_are_limited():
-    intake = Intake(V, frozenset(), spaced_words(), None)
+    intake = intake_of(spaced_words())
     with pytest.raises(ValueError, match="9 tokens; at most 8 can be"):
         intake._bad_words(SamplingParams(bad_words=[" ".join(["w1"] * 9)]))
     many = [f"w1 w{index}" for index in range(33)]

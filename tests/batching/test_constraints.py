@@ -87,6 +87,23 @@ def test_what_cannot_be_a_grammar_is_refused_before_any_work(engine, tiny):
     assert engine.stats.turns == turns
 
 
+def test_end_tokens_beyond_the_vocabulary_are_none(tiny):
+    """A model's files may name ids that it does not have, as of a padded vocabulary."""
+    size = tiny.config.vocab_size
+    config = EngineConfig(slots=3, max_len=S, chunk_sizes=(16,))
+    engine = Engine(tiny, config, tokenizer=TOKENIZER, eos_ids=[EOS, size, size + 5, -1])
+    word, value, long = serve(
+        engine,
+        {"regex": "[ab]{3}"},
+        {"json_schema": SCHEMAS["enum"]},
+        {"min_tokens": 7, "logit_bias": {EOS: 100.0, size - 1: 99.0}},
+    )
+    assert [output.stop_reason for output in (word, value, long)] == [EOS] * 3
+    assert len(word.text) == 3
+    check(value.text, SCHEMAS["enum"])
+    assert long.token_ids == [size - 1] * 7 + [EOS], "the last id is not -1"
+
+
 def test_samples_have_grammars_of_their_own(engine):
     outputs = engine.generate([[5, 6]], SamplingParams(regex="[a-z]{4,9}", n=4, seed=3))
     assert all(4 <= len(output.text) <= 9 and output.text.isalpha() for output in outputs)

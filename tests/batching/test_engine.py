@@ -33,10 +33,10 @@ def poison(engine):
     held = [len(engine.scheduler.prefixes.held(slot)) for slot in range(engine.config.slots)]
     if not engine.config.prefix_reuse:
         assert all(held[slot] == 0 for slot in engine.scheduler.free)
-    cache = engine._state.cache
+    cache = engine.runner.state.cache
     free = np.arange(jax.tree.leaves(cache)[0].shape[2]) >= np.array(held)[:, None]
     cache = jax.tree.map(lambda leaf: jnp.where(free[:, None, :, None], jnp.nan, leaf), cache)
-    engine._state = dataclasses.replace(engine._state, cache=cache)
+    engine.runner.state = dataclasses.replace(engine.runner.state, cache=cache)
 
 
 def run_poisoned(engine, requests):
@@ -151,7 +151,7 @@ def test_seeds(tiny):
 
 
 def test_submit_step_cancel(tiny):
-    engine = Engine(tiny.model, EngineConfig(slots=2, max_len=S, max_queue=3))
+    engine = Engine(tiny.model, EngineConfig(slots=2, max_len=S, max_queue=3, run_ahead=0))
     params = SamplingParams(max_tokens=6, temperature=0)
     ids = [engine.submit(Request(prompt_ids=prompt_of(9, seed), params=params)) for seed in range(3)]
     with pytest.raises(QueueFull):

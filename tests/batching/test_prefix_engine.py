@@ -99,16 +99,16 @@ def test_a_failed_step_is_survived(tiny):
     prompt, params = prompt_of(60, 1), SamplingParams(max_tokens=4, temperature=0)
     engine = Engine(tiny.model, EngineConfig(slots=3, max_len=S, chunk_sizes=(64,)))
     expected = engine.generate([prompt], params)[0]
-    programs = dict(engine.programs)
+    programs = dict(engine.runner.programs)
 
     def failing(*_):
         raise RuntimeError("it broke")
 
-    engine.programs = dict.fromkeys(programs, failing)
+    engine.runner.programs = dict.fromkeys(programs, failing)
     engine.submit(Request(prompt_ids=prompt, params=params))
     with pytest.raises(RuntimeError, match="it broke"):
         engine.step()
-    engine.programs = programs
+    engine.runner.programs = programs
     outputs = engine.generate([prompt, prompt], params)
     assert [one.token_ids for one in outputs] == [expected.token_ids] * 2
     assert [one.cached_tokens for one in outputs] == [0, 59]

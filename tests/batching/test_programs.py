@@ -38,7 +38,7 @@ FIELDS = [
 def test_nothing_compiles_after_warm_up(attention, programs):
     config = EngineConfig(slots=5, max_len=S, chunk_sizes=(16, 64), attention=attention)
     engine = Engine(load(DATA / "llama_tied_gqa4").model, config)
-    assert sorted(engine.programs) == programs
+    assert sorted(engine.runner.programs) == programs
     with compile_events() as compiled:
         outputs = engine.generate(
             [[5] * length for length in range(1, S + 1)], SamplingParams(max_tokens=1, temperature=0.5)
@@ -54,10 +54,10 @@ def test_no_step_copies_the_cache(name):
     """By the compiler's own account: the cache is aliased, and temporaries are smaller than one layer's keys."""
     model = load(DATA / name).model
     engine = Engine(model, EngineConfig(slots=64, max_len=2048, chunk_sizes=(16,)))
-    cache = jax.tree.leaves(engine._state.cache)
-    for shape, program in engine.programs.items():
+    cache = jax.tree.leaves(engine.runner.state.cache)
+    for shape, program in engine.runner.programs.items():
         memory = program.memory_analysis()
-        assert memory.alias_size_in_bytes >= engine.cache_bytes, shape
+        assert memory.alias_size_in_bytes >= engine.runner.cache_bytes, shape
         assert memory.temp_size_in_bytes < cache[0].nbytes, shape
         text = re.escape("f32[" + ",".join(map(str, cache[0].shape)) + "]")
         assert not re.search(rf"= {text}\S* copy\(", program.as_text()), shape

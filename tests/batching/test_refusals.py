@@ -38,6 +38,7 @@ REFUSED = [
         "allowed_token_ids, bad_words and min_tokens together leave no token that may be sampled",
     ),
     ([[1]], SamplingParams(n=1025), "n is 1025, but the queue holds 1024"),
+    ([[1], [1]], [SamplingParams(), SamplingParams(n=10**9)], "request 1: n is 1000000000, but the queue holds 1024"),
     ([[1] * (S + 1)], SamplingParams(max_tokens=0, prompt_logprobs=1), f"the prompt has {S + 1} tokens"),
     ([[1]], [], "1 prompts and 0 params"),
     ([[1]], [{}], "request 0: params must be SamplingParams, not dict"),
@@ -91,8 +92,8 @@ def test_submit_wants_a_request(engine):
 def test_the_config_is_carried_out():
     loaded = load(DATA / "llama_tied_gqa4")
     engine = Engine(loaded.model, EngineConfig(slots=2, max_len=S, cache_dtype="bfloat16", attention="xla"))
-    assert {str(leaf.dtype) for layer in engine._state.cache for leaf in layer} == {"bfloat16"}
-    assert engine.attention == "xla"
-    assert all(decode > 0 for decode, _ in engine.programs), "with blocks, decode rows are apart"
+    assert {str(leaf.dtype) for layer in engine.runner.state.cache for leaf in layer} == {"bfloat16"}
+    assert engine.runner.attention == "xla"
+    assert all(decode > 0 for decode, _ in engine.runner.programs), "with blocks, decode rows are apart"
     assert EngineConfig(slots=np.int8(100), chunk_sizes=[np.int16(16)]).chunk_sizes == (16,)
     assert type(EngineConfig(slots=np.int8(100)).slots) is int

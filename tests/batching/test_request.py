@@ -119,9 +119,16 @@ def test_fields_are_kept_as_plain_values():
         float,
     }
     assert params.allowed_token_ids == (0, 1, 2)
-    assert SamplingParams(bad_words=None).bad_words == ()
+    assert SamplingParams(stop_token_ids=np.int8([5, 7])).stop_token_ids == (5, 7)
     assert SamplingParams(top_p=1, presence_penalty=np.float32(-2)).presence_penalty == -2.0
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+
+
+def test_none_is_none_of_a_list():
+    lists = ("stop", "stop_token_ids", "bad_words")
+    assert SamplingParams(**dict.fromkeys(lists)) == SamplingParams()
+    others = ("logit_bias", "allowed_token_ids", "json_schema", "regex", "choice")
+    assert SamplingParams(**dict.fromkeys(others)) == SamplingParams()
 
 
 def test_numpy_integers_are_integers():

@@ -57,7 +57,7 @@ class Crowd:
                 if request is not None and self.generator.random() < 0.5:
                     self.engine.submit(request)
                 elif request is not None:
-                    self.engine.subscribe([request], self.keep_piece)
+                    self.engine.subscribe(self.engine.prepare([request]), self.keep_piece)
             except QueueFull:
                 self.refused += 1
                 return

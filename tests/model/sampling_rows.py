@@ -1,12 +1,22 @@
 """Rows for `sample`: what tests of it share."""
 
-import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.logits import ANY, BAD_WORD_TOKENS, BAD_WORDS, SamplingState, SlotRows, Uses, init_sampling, set_slot
+from model.logits import (
+    ANY,
+    BAD_WORD_TOKENS,
+    BAD_WORDS,
+    NOTHING,
+    SamplingState,
+    SlotRows,
+    Uses,
+    init_sampling,
+    set_slot,
+)
 from model.sampling import Settings, sample
 
 NEUTRAL = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition=1.0, presence=0.0, frequency=0.0, seed=0)
@@ -50,26 +60,12 @@ def slot_state(slots, vocabulary, **of_slot) -> SamplingState:
             words[index, -len(word) :] = word
         bits = (bits_of(one.get(key, []), vocabulary) for key in ("prompt", "stops"))
         bias = np.broadcast_to(np.float32(one.get("bias", 0)), vocabulary)
-        state = set_slot(state, slot, SlotRows(bias, *bits, words))
-        counts = np.bincount(output, minlength=vocabulary) if len(output) else np.zeros(vocabulary)
-        recent = ([-2] * BAD_WORD_TOKENS + list(output))[1 - BAD_WORD_TOKENS :]
-        state = jax.tree.map(jnp.asarray, state)
-        state = functools.reduce(
-            lambda state, change: _replace(state, *change),
-            [
-                ("counts", slot, np.int32(counts)),
-                ("recent", slot, np.int32(recent)),
-                ("mask", slot, bits_of(one.get("mask", []), vocabulary)),
-            ],
-            state,
-        )
+        counts = np.bincount(np.int64(output), minlength=vocabulary).astype(np.int32)
+        recent = np.int32(([NOTHING] * BAD_WORD_TOKENS + list(output))[1 - BAD_WORD_TOKENS :])
+        state = set_slot(state, slot, SlotRows(bias, *bits, words, counts, recent))
+        mask = jnp.asarray(bits_of(one.get("mask", []), vocabulary))
+        state = replace(state, mask=jnp.asarray(state.mask).at[slot].set(mask))
     return state
-
-
-def _replace(state, name, slot, value):
-    from dataclasses import replace
-
-    return replace(state, **{name: getattr(state, name).at[slot].set(value)})
 
 
 run = jax.jit(sample)
