@@ -3,6 +3,8 @@
 Activations are `[T, ...]`: flat token rows. Every row is computed on its own, so no row depends on its neighbours.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,7 +30,20 @@ def matmul(x: Float[Array, "T I"], weight: Float[Array, "O I"], *, dtype=None) -
     """
     if cpu.takes_matmul(x, weight):
         return cpu.matmul(x, weight)
+    if x.shape[0] == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        # One row alone XLA multiplies in float32: it converts all the weights first, and sums in another order.
+        return matmul(jnp.repeat(x, 2, axis=0), weight, dtype=dtype)[:1]
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def gated(x: Float[Array, "T 2*F"], activation: str) -> Float[Array, "T F"]:
+    """`activation(gate) * up` of gate and up beside each other."""
+
+    def formula(x):
+        gate, up = jnp.split(x, 2, axis=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+    return cpu.gated(x, activation, formula) if cpu.takes_gated(x, activation) else formula(x)
 
 
 class Linear(nnx.Module):
@@ -51,10 +66,16 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        weight = self.weight[...]
+        if cpu.takes_norm(x, weight):
+            return cpu.norm(x, weight, self._formula, eps=self.eps, offset=self.offset)
+        return self._formula(x, weight)
+
+    def _formula(self, x: Float[Array, "*rows D"], weight: Float[Array, " D"]) -> Float[Array, "*rows D"]:
         wide = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        weight = self.offset + self.weight[...].astype(jnp.float32)
-        return (wide * scale * jnp.expand_dims(weight, range(x.ndim - 1))).astype(x.dtype)
+        factors = jnp.expand_dims(self.offset + weight.astype(jnp.float32), range(x.ndim - 1))
+        return (wide * scale * factors).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -127,8 +148,7 @@ class MLP(nnx.Module):
         self.down = Linear(config.mlp_width, config.width, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.activation](gate) * up)
+        return self.down(gated(self.gate_up(x), self.activation))
 
 
 class ExpertWeights(nnx.Module):
@@ -151,20 +171,23 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         T, D = x.shape
         k = self.config.experts_per_token
-        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        weights, experts = lax.top_k(probabilities, k)
-        if self.config.norm_topk:
-            weights = weights / weights.sum(-1, keepdims=True)
+        scores = self.router(x).astype(jnp.float32)
+        scores = scores - scores.max(axis=-1, keepdims=True)
+        best, experts = lax.top_k(scores, k)
+        total = cpu.sum_exp(best if self.config.norm_topk else scores)
+        weights = jnp.exp(best) / total[:, None]
         out = self._experts(jnp.repeat(x, k, axis=0), experts.reshape(-1)).reshape(T, k, D)
-        return (out * weights[:, :, None].astype(x.dtype)).sum(1)
+        # Expert after expert: XLA's own sum has another order, and in bfloat16 other roundings, for more rows.
+        parts = [out[:, i].astype(jnp.float32) * weights[:, i, None] for i in range(k)]
+        return functools.reduce(jnp.add, parts).astype(x.dtype)
 
     def _experts(self, x: Float[Array, "R D"], experts: Int[Array, " R"]) -> Float[Array, "R D"]:
         """Row r through expert `experts[r]`: rows sorted by expert, one grouped product a matrix."""
         order = jnp.argsort(experts, stable=True)
         counts = jnp.bincount(experts, length=self.config.num_experts)
         product = _grouped_matmul_blocks if jax.default_backend() == "cpu" else _grouped_matmul_ragged
-        gate, up = jnp.split(product(x[order], self.gate_up.weight[...], counts), 2, axis=-1)
-        out = product(ACTIVATIONS[self.config.activation](gate) * up, self.down.weight[...], counts)
+        inner = gated(product(x[order], self.gate_up.weight[...], counts), self.config.activation)
+        out = product(inner, self.down.weight[...], counts)
         return out[jnp.argsort(order)]
 
 

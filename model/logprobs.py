@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import cpu
+
 MOST = 20  # most probable tokens of a row that are told
 BLOCK = 16  # rows of a prompt that are unembedded at once
 
@@ -27,7 +29,7 @@ def nothing(rows: int, vocabulary: int) -> Logprobs:
 def logprobs_of(logits: Float[Array, "R V"], tokens: Int[Array, " R"]) -> Logprobs:
     """Log-softmax in float32. NaN where logits are not finite; for a negative token its own value means nothing."""
     logits = logits - logits.max(axis=-1, keepdims=True)
-    total = jnp.log(jnp.exp(logits).sum(axis=-1, keepdims=True))
+    total = jnp.log(cpu.sum_exp(logits))[:, None]
     top, ids = lax.top_k(logits, min(MOST, logits.shape[-1]))
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)
     return Logprobs(jnp.concatenate([own, top], axis=-1) - total, ids)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from model.filters import keep
 from model.logits import SamplingState, Uses, edit
+from pallas_kernels import cpu
 
 # Below this a temperature means greedy: dividing by it would overflow float32 logits.
 GREEDY_BELOW = 1e-5
@@ -92,7 +93,7 @@ def categorical(
     scaled = jnp.pad(scaled, ((0, 0), (0, blocks * BLOCK - V)), constant_values=-jnp.inf).reshape(M, blocks, BLOCK)
 
     noise = gumbel(random_bits(seeds, positions, blocks + BLOCK))
-    masses = jnp.log(jnp.exp(scaled).sum(axis=-1)) + noise[:, :blocks]
+    masses = jnp.log(cpu.sum_exp(scaled)) + noise[:, :blocks]
     block = first_of(masses, masses.max(axis=-1))
     inside = scaled[jnp.arange(M), block] + noise[:, blocks:]
     return block * BLOCK + first_of(inside, inside.max(axis=-1))

@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,7 +24,13 @@ FOLDER = Path(__file__).parent
 # No -ffast-math: a row's sums must keep their order, whatever is computed beside it. Products and sums are fused where
 # the source says so and nowhere else.
 FLAGS = ("-O3", "-ffp-contract=off", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w")
-HANDLERS = {"carousel_slot_attention": "CarouselSlotAttention", "carousel_matmul": "CarouselMatmul"}
+HANDLERS = {
+    "carousel_slot_attention": "CarouselSlotAttention",
+    "carousel_matmul": "CarouselMatmul",
+    "carousel_norm": "CarouselNorm",
+    "carousel_gate": "CarouselGate",
+    "carousel_sum_exp": "CarouselSumExp",
+}
 LANES = 16  # a multiple of the lanes of any machine's vectors
 
 
@@ -53,6 +60,70 @@ def takes_matmul(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> bool:
     Against XLA's product as fast for one row, 1.5 to 2.1 times for 4 to 64, 1.2 for 128, 1.1 for 256, 1.03 for 576.
     """
     return x.dtype == weight.dtype == jnp.float32 and unavailable() is None
+
+
+def norm(
+    x: Float[Array, "*rows D"], weight: Float[Array, " D"], otherwise: Callable, *, eps: float, offset: float
+) -> Float[Array, "*rows D"]:
+    """`x` over its root mean square, times `offset + weight`, in float32: bitwise the same for a row, as `matmul` is.
+
+    In a program that is compiled for another platform it is `otherwise(x, weight)`.
+    """
+
+    def call(x, weight):
+        run = jax.ffi.ffi_call("carousel_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return run(x, weight, eps=float(eps), offset=float(offset))
+
+    return lax.platform_dependent(x, weight, cpu=call, default=otherwise)
+
+
+def takes_norm(x: Float[Array, "*rows D"], weight: Float[Array, " D"]) -> bool:
+    """Whether `norm` can run here: in float32 and bfloat16."""
+    return x.dtype == weight.dtype and x.dtype in (jnp.float32, jnp.bfloat16) and unavailable() is None
+
+
+def gated(x: Float[Array, "T 2*F"], activation: str, otherwise: Callable) -> Float[Array, "T F"]:
+    """`activation(gate) * up` for gate and up beside each other, in float32: the same bits for a row as `matmul`.
+
+    In a program that is compiled for another platform it is `otherwise(x)`.
+    """
+
+    def call(x):
+        T, width = x.shape
+        run = jax.ffi.ffi_call("carousel_gate", jax.ShapeDtypeStruct((T, width // 2), x.dtype))
+        return run(x, gelu=activation == "gelu_tanh")
+
+    return lax.platform_dependent(x, cpu=call, default=otherwise)
+
+
+def takes_gated(x: Float[Array, "T 2*F"], activation: str) -> bool:
+    """Whether `gated` can run here: in float32 and bfloat16, with silu and tanh's gelu."""
+    known = x.dtype in (jnp.float32, jnp.bfloat16) and activation in ("silu", "gelu_tanh")
+    return known and unavailable() is None
+
+
+def sum_exp(x: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+    """`exp(x).sum(-1)` in float32 for values of at most 0: the same bits for a row as `matmul`.
+
+    By XLA in a program that is compiled for another platform, and where the kernels cannot run.
+    """
+
+    def call(x):
+        return jax.ffi.ffi_call("carousel_sum_exp", jax.ShapeDtypeStruct(x.shape[:-1], x.dtype))(x)
+
+    def formula(x):
+        return jnp.exp(x).sum(axis=-1)
+
+    return formula(x) if unavailable() else lax.platform_dependent(x, cpu=call, default=formula)
+
+
+def rows_invariant(dtype) -> bool:
+    """Whether a row of a model of this dtype has the same bits in every program, whatever else is computed in it.
+
+    In float32, where all sums over a row are these kernels'. In bfloat16 products are XLA's, which may promise that no
+    more than it does in float32.
+    """
+    return dtype == jnp.float32 and unavailable() is None
 
 
 @functools.cache

@@ -26,29 +26,6 @@ constexpr int kKeys = 64;                       // a block
 constexpr int kQueries = 4;                     // at a time
 constexpr int kTileQueries = 96;                // at most, G for each row
 
-
-inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
-
-// exp for x <= 0, to about an ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes' expf). Below -87: 0.
-inline Vec Exp(Vec x) {
-  const Vec low = Vec{} - 87.0f;
-  IntVec alive = x > low;
-  x = alive ? x : low;
-  Vec n = x * 1.44269504088896341f;
-  const Vec round = Vec{} + 12582912.0f;  // 1.5 * 2^23
-  n = (n + round) - round;
-  x = MultiplyAdd(-0.693359375f, n, x);
-  x = MultiplyAdd(2.12194440e-4f, n, x);
-  Vec y = Vec{} + 1.9875691500e-4f;
-  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    y = MultiplyAdd(y, x, Vec{} + next);
-  y = MultiplyAdd(y * x, x, x) + 1.0f;
-  IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
-  Vec scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return alive ? y * scale : Vec{};
-}
-
 inline float ToFloat(float x) { return x; }
 inline float ToFloat(uint16_t x) {
   uint32_t bits = uint32_t{x} << 16;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -30,6 +31,23 @@ typedef float Vec8 __attribute__((vector_size(32), aligned(4), may_alias));
 inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 
+// bfloat16 is the upper half of a float.
+typedef uint16_t HalfVec __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2), may_alias));
+
+inline Vec Load(const uint16_t* p) {
+  IntVec bits = __builtin_convertvector(*reinterpret_cast<const HalfVec*>(p), IntVec) << 16;
+  Vec v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+inline void Store(uint16_t* p, Vec v) {
+  IntVec bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  bits = v == v ? bits : IntVec{} + 0x7FC0;
+  *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(bits, HalfVec);
+}
+
 // a * b + c, rounded once where the machine can do that. By name, not left to the compiler, which is told to fuse
 // nothing (-ffp-contract=off): tuned for some CPUs GCC would fuse in one loop and not in the next, and results would then
 // depend on which of them computed a sum.
@@ -55,6 +73,56 @@ inline V MultiplyAdd(V a, V b, V c) {
 template <typename V>
 inline V MultiplyAdd(float a, V b, V c) {
   return MultiplyAdd(a - V{}, b, c);  // not V{} + a, which would make a zero of a negative one
+}
+
+// The first n numbers at p, and `rest` in the other lanes.
+template <typename F>
+inline Vec LoadSome(const F* p, int64_t n, float rest = 0) {
+  if (n >= kLanes) return Load(p);
+  F some[kLanes] = {};
+  std::copy_n(p, n, some);
+  Vec v = Load(some);
+  for (int64_t lane = n; lane < kLanes; lane++) v[lane] = rest;
+  return v;
+}
+
+// The first n lanes to p.
+template <typename F>
+inline void StoreSome(F* p, int64_t n, Vec v) {
+  F some[kLanes];
+  Store(some, v);
+  std::copy_n(some, n, p);
+}
+
+// The sum of the lanes, by halves.
+inline float Total(Vec v) {
+  const auto halves = reinterpret_cast<const Vec8*>(&v);
+  Vec8 sum = kLanes == 16 ? halves[0] + halves[1] : halves[0];
+  sum += __builtin_shufflevector(sum, sum, 4, 5, 6, 7, 0, 1, 2, 3);
+  sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1, 6, 7, 4, 5);
+  return sum[0] + sum[1];
+}
+
+inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
+
+// exp for x <= 0, to about an ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes' expf). Below -87: 0.
+inline Vec Exp(Vec x) {
+  const Vec low = Vec{} - 87.0f;
+  IntVec alive = x > low;
+  x = alive ? x : low;
+  Vec n = x * 1.44269504088896341f;
+  const Vec round = Vec{} + 12582912.0f;  // 1.5 * 2^23
+  n = (n + round) - round;
+  x = MultiplyAdd(-0.693359375f, n, x);
+  x = MultiplyAdd(2.12194440e-4f, n, x);
+  Vec y = Vec{} + 1.9875691500e-4f;
+  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = MultiplyAdd(y, x, Vec{} + next);
+  y = MultiplyAdd(y * x, x, x) + 1.0f;
+  IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return alive ? y * scale : Vec{};
 }
 
 inline void Prefetch(const void* p, int64_t bytes) {
@@ -100,6 +168,15 @@ inline void Parallel(xla::ffi::ThreadPool& pool, int64_t tasks, const std::funct
   work();
   // The processor may be what the others wait for.
   while (progress->done.load(std::memory_order_acquire) < tasks) std::this_thread::yield();
+}
+
+// Runs f(0) .. f(rows - 1), here where the rows are few and narrow.
+inline void ForRows(xla::ffi::ThreadPool& pool, int64_t rows, int64_t width, const std::function<void(int64_t)>& f) {
+  constexpr int64_t kAlone = 1 << 15, kTask = 1 << 13;  // numbers
+  const int64_t share = std::max<int64_t>(1, rows * width < kAlone ? rows : kTask / width);
+  Parallel(pool, (rows + share - 1) / share, [&](int64_t task) {
+    for (int64_t row = task * share; row < std::min(rows, (task + 1) * share); row++) f(row);
+  });
 }
 
 }  // namespace carousel

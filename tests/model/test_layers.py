@@ -1,5 +1,7 @@
 """Parts of a layer against NumPy."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import nnx
 
 from model import layers
 from model.kv_cache import ROWS_MULTIPLE, cache_bytes, init_cache
+from pallas_kernels import cpu
 from pallas_kernels.attention import write_rows
 
 GROUPED = [layers._grouped_matmul_blocks, layers._grouped_matmul_ragged]
@@ -49,8 +52,11 @@ def test_matmul_is_the_same_product_in_either_form(rows):
     np.testing.assert_allclose(layers.matmul(jnp.asarray(x), jnp.asarray(weight)), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm(offset):
+def test_rms_norm(monkeypatch, offset, kernels):
+    if not kernels:
+        monkeypatch.setattr(cpu, "unavailable", lambda: "not in this test")
     rng = np.random.default_rng(2)
     norm = layers.RMSNorm(32, eps=1e-3, offset=offset, dtype=jnp.float32)
     np.testing.assert_array_equal(norm.weight[...] + offset, 1.0)
@@ -60,6 +66,21 @@ def test_rms_norm(offset):
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * (offset + weight)
     # Values of size one, rounded a few times to 2**-24.
     np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32)), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_gated(monkeypatch, activation, kernels):
+    if not kernels:
+        monkeypatch.setattr(cpu, "unavailable", lambda: "not in this test")
+    x = np.random.default_rng(3).normal(size=(5, 40)) * 3
+    gate, up = x[:, :20], x[:, 20:]
+    tanh = np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))
+    erf = np.vectorize(math.erf)(gate / np.sqrt(2))
+    factor = {"silu": 1 / (1 + np.exp(-gate)), "gelu_tanh": (1 + tanh) / 2, "gelu": (1 + erf) / 2}[activation]
+    out = layers.gated(jnp.asarray(x, jnp.float32), activation)
+    # Products up to 40, rounded a few times to 2**-24.
+    np.testing.assert_allclose(out, gate * factor * up, rtol=0, atol=2e-5)
 
 
 def test_cache_layouts():
