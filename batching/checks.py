@@ -2,28 +2,29 @@
 
 It keeps its own account of what each slot's rows hold, from the rows of the plans alone, and compares: who owns a slot,
 that positions follow one another, that every row below belongs to the request whose row is computed, lengths, budgets,
-and whose tokens a turn brings. The report holds all that happened, and `replay` does it again, without a device.
+what is drawn and whose tokens a turn brings. The report holds all that happened, and `replay` does it again, without a
+device.
 
 Everything that happens is kept in memory: for tests and for finding faults, not for weeks of service.
 """
 
-import dataclasses
-import json
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from batching.params import SamplingParams
-from batching.plan import FROM_DEVICE, PlanShapes, Sampled
-from batching.policies import POLICIES, Policy, make_policy
-from batching.request import FinishReason, Metrics
-from batching.scheduler import Scheduler
+from batching.plan import FROM_DEVICE, Chunk, Sampled
+from batching.policies import Decision, Policy
+from batching.prefix import Copy
+from batching.recording import RecordedScheduler, repeat
+from batching.request import FinishReason
 from batching.sequence import SequenceState
 from batching.turn import Progress, Turn
 
-MOST_TOP = 20  # columns of a step's logprobs, besides the first
+# What a slot holds at a position: a token, or a place in a request's output, of which it may still be on its way.
+Row = int | tuple[SequenceState, int]
 
 
 class IntegrityError(RuntimeError):
@@ -34,257 +35,228 @@ class IntegrityError(RuntimeError):
         self.report = report
 
 
-class CheckedScheduler(Scheduler):
+class CheckedScheduler(RecordedScheduler):
     """Raises IntegrityError in `plan` and `commit`; otherwise as `Scheduler`."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        self._rows: list[list[Row]] = [[] for _ in range(self.shapes.slots)]
-        self._planned: deque[Turn] = deque()
-        self._events: list[tuple[Any, ...]] = []
-        self._numbers: dict[SequenceState, int] = {}  # in the order of submission
+        self._open: list[SequenceState] = []  # those whose ends no commit has told
+        self._stopped = False  # by an IntegrityError
+        self._forget()
 
-    # What is recorded.
+    def _forget(self) -> None:
+        """Nothing is on the device."""
+        self._rows: list[list[Row]] = [[] for _ in range(self.shapes.slots)]
+        self._drawn: dict[int, Row] = {}  # by slot, the last
+        self._seats: dict[int, tuple[SequenceState, int]] = {}  # by slot: who had it last, and for which time
+        self._pending: set[Copy] = set()  # that were decided on when there was no turn to make them in
 
     def submit(self, sequence: SequenceState) -> None:
         super().submit(sequence)
-        self._numbers[sequence] = len(self._numbers)
-        self._events.append(("submit", sequence))
-
-    def cancel(self, request_id: str, *, report: bool = True) -> bool:
-        self._events.append(("cancel", request_id, report))
-        return super().cancel(request_id, report=report)
-
-    def stop(self, sequence: SequenceState, reason: str) -> None:
-        self._record("stop", sequence, reason)
-        super().stop(sequence, reason)
-
-    def fail(self, sequence: SequenceState, error: str, *, report: bool = False) -> None:
-        self._record("fail", sequence, error, report)
-        super().fail(sequence, error, report=report)
+        self._open.append(sequence)
 
     def fail_running(self, error: str) -> None:
-        start = len(self._events)
+        """After an IntegrityError that is everybody, by this account, and who has ended and was not told of it."""
+        if self._stopped:
+            for one in self._open:
+                if one not in self._ended:
+                    super().fail(one, error, report=True)
+            self.running, self.waiting, self._live = [], [], {}
         super().fail_running(error)
-        self._events[start:] = [("fail running", error)]
-        self._planned.clear()
-        self._rows = [[] for _ in self._rows]
+        self._forget()
+
+    def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
+        if not self._stopped:
+            super()._end(sequence, reason)
+            return
+        # The scheduler's account is of no use any more: it need not have the sequence where it should be.
+        sequence.finish_reason, sequence.metrics.end = reason, self.clock()
+        self.waiting = [one for one in self.waiting if one is not sequence]
+        self._live.pop(sequence.id, None)
 
     def plan(self) -> Turn | None:
-        self._events.append(("plan",))
         turn = super().plan()
-        if turn is not None:
-            self._planned.append(turn)
-            self._check_turn(turn)
-        self._check_slots()
+        self._check(turn)
         return turn
 
+    def _chunks(self, decision: Decision, budget: int) -> list[tuple[SequenceState, int]]:
+        chunks = super()._chunks(decision, budget)
+        none = [_who(one) for one, count in chunks if count < 1]
+        self._expect(not none, f"{none} get prompt rows and have all of them")
+        rows = sum(self.shapes.padded(count) for _, count in chunks)
+        room = self.shapes.budget(sum(one.decoding for one in self.running) if decision.decode else 0)
+        self._expect(rows <= room, f"{rows} prompt rows for {[one.id for one, _ in chunks]}; there is room for {room}")
+        return chunks
+
+    def _advance(self, sequence: SequenceState, tokens: Sequence[int]) -> Chunk:
+        end, where = sequence.computed + len(tokens), f"slot {sequence.slot}, {_who(sequence)},"
+        self._expect(end <= self.max_len, f"position {end - 1} of {where} is past its end, {self.max_len}")
+        return super()._advance(sequence, tokens)
+
     def commit(self, turn: Turn | None, sampled: Sampled) -> list[Progress]:
-        self._events.append(("commit", turn is not None, *self._told(turn, sampled)))
-        while turn is not None and (oldest := self._next_planned()) is not turn:
-            dropped = all(one.finish_reason is not None for one in oldest.sampled)
-            self._expect(dropped, "a turn is committed before an older one that somebody waits for")
-        start = len(self._events)
         progress = super().commit(turn, sampled)
-        del self._events[start:]  # what a commit fails it fails again
-        self._check_slots()
+        self._check(None)
+        self._open = [one for one in self._open if one.finish_reason is None]
         return progress
 
-    def _next_planned(self) -> Turn:
-        self._expect(bool(self._planned), "a turn is committed that was never planned, or twice")
-        return self._planned.popleft()
+    def _commit(self, turn: Turn, sampled: Sampled, progress: list[Progress]) -> None:
+        self._check_order(turn)
+        before = {one: len(one.output) for one in (*self._open, *turn.sampled)}
+        pairs = zip(turn.sampled, sampled.tokens.tolist(), strict=False)
+        owed = {one: [token] for one, token in pairs if token >= 0 and one.max_tokens and one.finish_reason is None}
+        super()._commit(turn, sampled, progress)
+        for one, count in before.items():
+            new, wanted = one.output[count:], owed.get(one, [])
+            fits = new == wanted or (one.finish_reason == "error" and not new)
+            self._expect(fits, f"{_who(one)} is given the tokens {new}, not {wanted}")
 
-    def _record(self, kind: str, sequence: SequenceState, *details: Any) -> None:
-        if sequence in self._numbers:  # else it ended before there was room for it in the queue
-            self._events.append((kind, self._numbers[sequence], *details))
-
-    def _told(self, turn: Turn | None, sampled: Sampled) -> tuple[list[int], list[bool]]:
-        """The tokens, and which of the scored rows were finite."""
-        scored = () if turn is None else turn.scored
-        ends = [(one.first_row, one.first_row + len(one.sequence.targets(one.start, one.count))) for one in scored]
-        return sampled.tokens.tolist(), [bool(np.isfinite(sampled.prompt_logprobs[a:b]).all()) for a, b in ends]
-
-    # What is verified.
+    def _check(self, planned: Turn | None) -> None:
+        if self._stopped:
+            return
+        self._check_places()
+        if planned is not None:
+            self._check_turn(planned)
+        self._check_rows()
+        self._pending = set(self.prefixes._copies)
 
     def _expect(self, holds: bool, message: str) -> None:
         if not holds:
+            self._stopped = True
             raise IntegrityError(message, self.report(message))
 
-    def _check_slots(self) -> None:
-        """Every slot has one owner or none, every live request is in one place."""
+    def _check_places(self) -> None:
+        """Every slot has one owner or none, everybody who has not ended is in one place."""
         held = [one.slot for one in self.running]
-        everyone = sorted([*(slot for slot in held if slot is not None), *self.free])
-        self._expect(everyone == list(range(self.shapes.slots)), f"slots {held} are held and {self.free} are free")
-        live = [one for samples in self._live.values() for one in samples]
-        places = [*self.running, *self.waiting]
-        self._expect(
-            len(live) == len(places) and set(live) == set(places), "a live request is nowhere, or in two places"
-        )
-        for one in places:
-            who = f"sample {one.index} of request {one.id!r}"
-            self._expect(one.finish_reason is None, f"{who} has ended ({one.finish_reason}) and is live")
-            self._expect((one.slot is None) == (one in self.waiting), f"{who} waits and has slot {one.slot}")
-            self._expect(0 <= one.computed <= self.max_len, f"{who} has {one.computed} rows of {self.max_len}")
-            coming = len(one.output) + one.in_flight
-            self._expect(coming <= max(one.max_tokens, 1), f"{who} gets {coming} tokens of {one.max_tokens}")
+        fits = Counter([*held, *self.free]) == Counter(range(self.shapes.slots))
+        self._expect(fits, f"slots {held} are held and {self.free} are free")
+        live, waiting = Counter(one for samples in self._live.values() for one in samples), Counter(self.waiting)
+        places, coming = Counter(self.running) + waiting, Counter(one for turn in self._planned for one in turn.sampled)
+        for one in dict.fromkeys([*self._open, *live, *places]):
+            who, found = _who(one), (live[one], places[one])
+            if one.finish_reason is not None:
+                self._expect(found == (0, 0), f"{who} has ended ({one.finish_reason}) and is live")
+                continue
+            self._expect(found == (1, 1), f"{who} is live {found[0]} times, and in {found[1]} places")
+            waits, total = one in waiting, len(one.output) + one.in_flight
+            self._expect((one.slot is None) == waits, f"{who} waits: {waits}, and has slot {one.slot}")
+            self._expect(one.in_flight == coming[one], f"{who} awaits {one.in_flight} tokens, and {coming[one]} come")
+            self._expect(total <= max(one.max_tokens, 1), f"{who} gets {total} tokens of {one.max_tokens}")
+            self._expect(one.grammar is None or one.in_flight < 2, f"{who} is drawn for ahead of its grammar")
+
+    def _check_rows(self) -> None:
+        """Every slot holds what it is thought to hold: that of somebody's, its tokens and what it is given next."""
+        owners = {one.slot: one for one in self.running}
+        pending = {copy.target for copy in self.prefixes._copies}  # they come before the next turn
         for slot, rows in enumerate(self._rows):
-            held = self.prefixes.held(slot)
-            there = [row.token() for row in rows[: len(held)]]
-            self._expect(there == list(held), f"slot {slot} is thought to hold {held}, but holds {there}")
+            if slot in pending:
+                continue
+            one, wanted = owners.get(slot), list[Row](self.prefixes.held(slot))
+            if one is not None:
+                wanted += [(one, at - len(one.prompt)) for at in range(len(one.tokens), one.computed)]
+                self._expect(len(wanted) == one.computed, f"{_who(one)} is not thought to have slot {slot}")
+            there = [_known(row) for row in rows[: len(wanted)]]
+            if there != wanted:
+                at = next(at for at, (row, want) in enumerate(zip_longest(there, wanted)) if row != want)
+                who = "nobody" if one is None else _who(one)
+                self._expect(False, f"position {at} of slot {slot}, which {who} has, is not what it is thought to be")
 
     def _check_turn(self, turn: Turn) -> None:
         rows, shape = turn.plan.rows, turn.plan.shape
+        live = np.flatnonzero(rows.slots < self.shapes.slots).tolist()
         self._expect(shape in self.shapes.all(), f"no program has the shape {shape}")
-        for copy in turn.copies:
-            self._expect(copy.length <= len(self._rows[copy.source]), f"rows are copied that are not there: {copy}")
-            self._rows[copy.target] = self._rows[copy.source][: copy.length]
-        owners = {one.slot: one for one in self.running}
-        last: dict[int, int] = {}  # row of the turn by slot
-        for row in np.flatnonzero(rows.slots < self.shapes.slots).tolist():
+        self._expect(
+            turn.plan.live_rows == len(live), f"{turn.plan.live_rows} rows are said to be live, not {len(live)}"
+        )
+        owners, counts = {one.slot: one for one in self.running}, Counter(rows.slots[live].tolist())
+        self._check_seats(turn, {slot: one.computed - counts[slot] for slot, one in owners.items() if slot is not None})
+        last: dict[int | None, int] = {}  # row of the turn by slot
+        for row in live:
             slot = int(rows.slots[row])
             self._expect(slot in owners, f"row {row} is in slot {slot}, which nobody has")
-            if slot not in last:
-                self._check_below(owners[slot], int(rows.positions[row]))
-            self._write(owners[slot], int(rows.positions[row]), int(rows.tokens[row]))
+            self._write(owners[slot], slot, int(rows.positions[row]), int(rows.tokens[row]))
             last[slot] = row
-        self._expect(turn.plan.live_rows <= len(rows.tokens), "more rows are live than there are")
-        for slot in last:
-            self._expect(owners[slot].computed == len(self._rows[slot]), f"slot {slot}: other rows than were planned")
-        owed = [(last.get(one.slot or 0), one.slot, one.seed) for one in turn.sampled]
-        seeds = [int(high) << 32 | int(low) for high, low in rows.words[:, 2:]]
-        drawn = list(zip(rows.sample_rows.tolist(), rows.sample_slots.tolist(), seeds, strict=True))
-        self._expect(drawn[: len(owed)] == owed, f"rows, slots and seeds of {owed} are drawn from {drawn}")
-        free = [slot for _, slot, _ in drawn[len(owed) :]]
-        self._expect(set(free) <= {self.shapes.slots}, "a row is drawn that nobody asked for")
+        self._check_draws(turn, last)
+        self._check_scored(turn)
 
-    def _check_below(self, sequence: SequenceState, position: int) -> None:
-        """What lies below a sequence's first row of a turn is its own, as far as known; what lay above is lost."""
-        assert sequence.slot is not None
-        del self._rows[sequence.slot][position:]
-        rows, tokens = self._rows[sequence.slot], sequence.tokens
-        for at, (row, token) in enumerate(zip(rows, tokens, strict=False)):
-            who = f"position {at} of slot {sequence.slot}, which request {sequence.id!r} reads,"
-            self._expect(row.token() in (token, None), f"{who} holds the token {row.token()} of another")
+    def _check_seats(self, turn: Turn, starts: Mapping[int, int]) -> None:
+        """Who takes a slot is told of, and goes on behind the rows of its own that are there. `starts`: by slot."""
+        for copy in turn.copies:
+            rows = self._rows[copy.source][: copy.length]
+            fits = starts.get(copy.target) == copy.length or copy in self._pending  # who asked for these may be gone
+            self._expect(len(rows) == copy.length and fits, f"{copy}: not all are there, or not all are asked for")
+            self._rows[copy.target] = rows
+        seats = {one.slot: (one, one.metrics.preemptions) for one in self.running if one.slot is not None}
+        new = {slot: one for slot, (one, time) in seats.items() if self._seats.get(slot) != (one, time)}
+        differ = sorted(_who(one) for one in {*new.values()} ^ {*turn.admitted})
+        self._expect(not differ, f"of {differ} it is not told that they have slots now, or they had them before")
+        for slot in new:
+            del self._rows[slot][starts[slot] :]
+        self._seats = seats
 
-    def _write(self, sequence: SequenceState, position: int, token: int) -> None:
-        assert sequence.slot is not None
-        rows, known = self._rows[sequence.slot], sequence.tokens
-        where = f"position {position} of slot {sequence.slot}, request {sequence.id!r},"
-        self._expect(position < self.max_len, f"{where} is past the end of the slot, {self.max_len}")
+    def _write(self, one: SequenceState, slot: int, position: int, token: int) -> None:
+        rows, known, where = self._rows[slot], one.tokens, f"position {position} of slot {slot}, {_who(one)},"
         self._expect(position == len(rows), f"{where} follows {len(rows)} rows")
         if token == FROM_DEVICE:
-            row = Row(sequence, position - len(sequence.prompt))
+            rows.append((one, position - len(one.prompt)))
+            self._expect(self._drawn.get(slot) == rows[-1], f"{where} is given a token that was not drawn for it")
         else:
-            self._expect(position < len(known) and known[position] == token, f"{where} is given token {token}")
-            row = Row(None, token)
-        rows.append(row)
+            rows.append(token)
+            self._expect(known[position : position + 1] == (token,), f"{where} is given token {token}")
 
-    # The report.
+    def _check_draws(self, turn: Turn, last: dict[int | None, int]) -> None:
+        """A draw, as asked for, for everybody who has all rows of its prompt, and nobody else. `last`: row by slot."""
+        rows = turn.plan.rows
+        each = zip(rows.sample_rows.tolist(), rows.sample_slots.tolist(), rows.numbers, rows.words, strict=True)
+        drawn = [(row, slot, numbers.tolist(), words.tolist()) for row, slot, numbers, words in each]
+        for there, one in zip(drawn, turn.sampled, strict=False):
+            draw = one.draw
+            words = [draw.flags, draw.top_k, *divmod(one.seed, 2**32)]
+            numbers = np.array(draw.numbers, np.float32).tolist()
+            wanted = last.pop(one.slot, None), one.slot, numbers, words
+            self._expect(there == wanted, f"{_who(one)} is drawn by (row, slot, numbers, words) {there}, not {wanted}")
+            number, coming = one.computed - len(one.prompt), len(one.output) + one.in_flight - 1
+            self._expect(number == coming, f"{_who(one)} gets its token {coming} by the rows up to its token {number}")
+            self._drawn[there[1]] = (one, number)
+        rest = {slot for _, slot, *_ in drawn[len(turn.sampled) :]} - {self.shapes.slots}
+        self._expect(not rest, f"it is drawn for slots {sorted(rest)}, and nobody is told")
+        left = [_who(one) for one in self.running if one.slot in last and not one.prefilling]
+        self._expect(not left, f"it is not drawn for {left}")
 
-    def report(self, error: str) -> dict[str, Any]:
-        """All that happened so far, as JSON."""
-        events = [("submit", _as_json(event[1])) if event[0] == "submit" else event for event in self._events]
-        shapes = dataclasses.asdict(self.shapes)
-        policy = next((name for name, one in POLICIES.items() if type(self.policy) is one), None)
-        how = {"max_len": self.max_len, "max_queue": self.max_queue, "policy": policy, "shapes": shapes}
-        how["prefix_reuse"] = self.prefixes.reuse
-        return json.loads(json.dumps({"error": error, "how": how, "events": events}))
+    def _check_scored(self, turn: Turn) -> None:
+        rows, targets = turn.plan.rows, np.full(len(turn.plan.rows.targets), -1)
+        for one, first, start, count in turn.scored:
+            there = int(rows.slots[first]), int(rows.positions[first])
+            self._expect(there == (one.slot, start), f"{_who(one)} is scored by slot and position {there}")
+            asked = one.targets(start, count)
+            targets[first : first + len(asked)] = asked
+        wrong = np.flatnonzero(rows.targets != targets).tolist()
+        self._expect(not wrong, f"rows {wrong}, in slots {rows.slots[wrong].tolist()}, are scored for other tokens")
+
+    def _check_order(self, turn: Turn) -> None:
+        who, place = [one.id for one in turn.sampled], self._place(turn)
+        self._expect(place >= 0, f"the turn with tokens for {who} was never planned, or is committed twice")
+        for older in list(self._planned)[:place]:
+            concerned = *older.sampled, *(one.sequence for one in older.scored)
+            waiting = [one.id for one in concerned if one.finish_reason is None]
+            self._expect(not waiting, f"the turn with tokens for {who} is committed before one for {waiting}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What a slot holds at one position: a token, or one of a request's output, which may still be on its way."""
+def replay(report: Mapping[str, Any], policy: Policy | None = None) -> CheckedScheduler:
+    """Do again what a report tells of; the scheduler as it is then.
 
-    sequence: SequenceState | None
-    number: int  # the token, or its place in the output
-
-    def token(self) -> int | None:
-        if self.sequence is None:
-            return self.number
-        output = self.sequence.output
-        return output[self.number] if self.number < len(output) else None
-
-
-def replay(report: Mapping[str, Any], policy: Policy | None = None) -> None:
-    """Do again what a report tells of. Raises the IntegrityError that it ends with, if the fault is still there.
-
-    `policy`: if it was not one that has a name.
+    Raises the IntegrityError that the report ends with, if the fault is still there. `policy`: in the place of one
+    that has no name.
     """
-    how, shapes = dict(report["how"]), report["how"]["shapes"]
-    how["shapes"] = PlanShapes(
-        shapes["slots"], tuple(shapes["decode_rows"]), tuple(shapes["chunk_sizes"]), shapes["block_q"]
-    )
-    scheduler = CheckedScheduler(**how | {"policy": policy or make_policy(how["policy"])})
-    sequences: list[SequenceState] = []
-    for kind, *details in report["events"]:
-        if kind == "submit":
-            sequences.append(_from_json(details[0], sequences))
-            scheduler.submit(sequences[-1])
-        elif kind == "cancel":
-            scheduler.cancel(details[0], report=details[1])
-        elif kind == "stop":
-            scheduler.stop(sequences[details[0]], details[1])
-        elif kind == "fail":
-            scheduler.fail(sequences[details[0]], details[1], report=details[2])
-        elif kind == "fail running":
-            scheduler.fail_running(details[0])
-        elif kind == "plan":
-            scheduler.plan()
-        elif kind == "commit":
-            turn = scheduler._planned[0] if details[0] else None
-            scheduler.commit(turn, _sampled(turn, details[1], details[2]))
+    return repeat(report, CheckedScheduler, policy)
 
 
-def _sampled(turn: Turn | None, tokens: list[int], finite: list[bool]) -> Sampled:
-    """A turn's tokens as they were; of logprobs, whether they were finite."""
-    if turn is None:
-        return Sampled(np.array(tokens, np.int32))
-    values = np.zeros((len(turn.plan.rows.tokens), 1 + MOST_TOP), np.float32)
-    for one, fine in zip(turn.scored, finite, strict=True):
-        values[one.first_row : one.first_row + one.count] = 0 if fine else np.nan
-    return Sampled(np.array(tokens, np.int32), None, None, values, np.zeros(values[:, 1:].shape, np.int32))
+def _known(row: Row) -> Row:
+    """The token, if it is known."""
+    if isinstance(row, int):
+        return row
+    sequence, number = row
+    return sequence.output[number] if number < len(sequence.output) else row
 
 
-def _as_json(sequence: SequenceState) -> dict[str, Any]:
-    params = {name: value for name, value in dataclasses.asdict(sequence.params).items() if name != "logprobs"}
-    grammar = None if sequence.grammar is None else (len(sequence.output), sequence.finish_reason)
-    return {
-        "request_id": sequence.id,
-        "prompt": sequence.prompt,
-        "params": {name: value for name, value in params.items() if value is not None},
-        "seed": sequence.seed,
-        "stop_ids": sorted(sequence.stop_ids),
-        "index": sequence.index,
-        "priority": sequence.priority,
-        "grammar": grammar,
-    }
-
-
-def _from_json(values: Mapping[str, Any], before: list[SequenceState]) -> SequenceState:
-    """`before`: the sequences submitted before it, the samples of its request last."""
-    group, end = before[-1].group if values["index"] else object(), values["grammar"]
-    return SequenceState(
-        values["request_id"],
-        tuple(values["prompt"]),
-        SamplingParams(**values["params"]),
-        values["seed"],
-        frozenset(values["stop_ids"]),
-        Metrics(arrival=0.0),
-        index=values["index"],
-        group=group,
-        priority=values["priority"],
-        grammar=None if end is None else _Told(*end),
-    )
-
-
-class _Told:
-    """A grammar of which only its end is known."""
-
-    error = None
-
-    def __init__(self, tokens: int, reason: FinishReason | None) -> None:
-        self._left, self._reason = tokens, reason
-
-    def advance(self, token: int) -> FinishReason | None:
-        self._left -= 1
-        return self._reason if self._left == 0 and self._reason in ("stop", "error") else None
+def _who(one: SequenceState) -> str:
+    return f"sample {one.index} of request {one.id!r}"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from batching.params import as_int, as_token_ids
 from batching.plan import PlanShapes
 from batching.policies import make_policy
+from batching.sequence import SequenceState
 from batching.turn import Progress, Turn, TurnTimes
 from pallas_kernels.attention import IMPLEMENTATIONS
 
@@ -28,6 +29,7 @@ class EngineConfig:
     max_queue: int = 1024
     run_ahead: int = 1  # turns that the device may have while their tokens are not read; results are the same
     prefix_reuse: bool = True  # rows that are in some slot already are not computed again; results are the same
+    deterministic: bool = False  # logprobs too are the same to the last bit, whatever runs beside a request
     checks: bool = False  # verify every turn, and stop at the first that is wrong; see batching/checks.py
     attention: str | None = None  # an implementation of `slot_attention`; None: the first that runs here
 
@@ -42,7 +44,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be one of {sorted(DTYPES)}, not {getattr(self, name)!r}")
         if self.attention not in (None, *IMPLEMENTATIONS):
             raise ValueError(f"attention must be one of {list(IMPLEMENTATIONS)}, not {self.attention!r}")
-        for name in ("prefix_reuse", "checks"):
+        for name in ("prefix_reuse", "deterministic", "checks"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         make_policy(self.policy)
@@ -76,12 +78,12 @@ class EngineStats:
         self.gap_s += gap_s
 
     def count_commit(self, progress: Iterable[Progress]) -> None:
-        for sequence, token in progress:
-            self.generated_tokens += token is not None
-            if sequence.finish_reason is not None:
-                self.prompt_tokens += min(sequence.computed, len(sequence.prompt))
-                self.cached_tokens += sequence.cached
-                self.preemptions += sequence.metrics.preemptions
+        self.generated_tokens += sum(token is not None for _, token in progress)
+
+    def count_end(self, sequence: SequenceState) -> None:
+        self.prompt_tokens += min(max(sequence.computed, sequence.reached), len(sequence.prompt))
+        self.cached_tokens += sequence.cached
+        self.preemptions += sequence.metrics.preemptions
 
     def count_times(self, times: TurnTimes) -> None:
         self.host_s += times.launched - times.plan + times.committed - times.ready

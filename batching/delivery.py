@@ -28,9 +28,14 @@ class Delivery:
     A sequence's Deltas go to the function that it was expected with, or else its Output goes to an outbox.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
-        """The scheduler is told of a request whose text has come to a stop string, before the next turn is planned."""
-        self._tokenizer, self._scheduler = tokenizer, scheduler
+    def __init__(
+        self, tokenizer: Tokenizer | None, scheduler: Scheduler, on_end: Callable[[SequenceState], None]
+    ) -> None:
+        """The scheduler is told of a request whose text has come to a stop string, before the next turn is planned.
+
+        `on_end` is called with every sequence that ends while somebody waits for it.
+        """
+        self._tokenizer, self._scheduler, self._on_end = tokenizer, scheduler, on_end
         self._tickets: dict[SequenceState, _Ticket] = {}
         self._progress: deque[Progress] = deque()
         self._outbox: list[Output] = []
@@ -59,14 +64,15 @@ class Delivery:
         return outputs
 
     def put(self, progress: Iterable[Progress]) -> None:
-        """One after the other; what an exception interrupts goes on with the next call."""
+        """One after the other. After an exception the next call goes on behind the one that it came over."""
         self._progress += progress
         while self._progress:
             one = self._progress.popleft()
             try:
                 self._put(*one)
-            except BaseException:
-                if one.sequence.finish_reason is not None:  # its end is still owed, if somebody waits for it
+            except BaseException as error:
+                if one.sequence in self._tickets:  # its text may lack the token: it ends, and that is still owed
+                    self._scheduler.fail(one.sequence, f"its delivery broke off: {type(error).__name__}: {error}")
                     self._progress.appendleft(Progress(one.sequence, None))
                 raise
 
@@ -79,7 +85,8 @@ class Delivery:
         ticket.told = len(sequence.logprobs)
         output = None
         if sequence.finish_reason is not None:
-            output = sequence.end(None if ticket.text is None else ticket.text.text)
+            output = self._output(sequence, None if ticket.text is None else ticket.text.text)
+            self._on_end(sequence)
             del self._tickets[sequence]
         if ticket.deliver is None:
             self._outbox += [] if output is None else [output]
@@ -91,6 +98,25 @@ class Delivery:
             logging.getLogger(__name__).exception("a consumer of request %s failed", sequence.id)
             if self.abandon(sequence) and sequence.finish_reason is None:
                 self._scheduler.fail(sequence, "its consumer failed")
+
+    def _output(self, sequence: SequenceState, text: str | None) -> Output:
+        """Of a sequence that has ended; if it cannot be made, one that says why."""
+        try:
+            return sequence.end(text)
+        except Exception as error:  # of this request, and nobody else's
+            self._scheduler.fail(sequence, f"{type(error).__name__}: {error}")
+            return Output(
+                id=sequence.id,
+                token_ids=sequence.output,
+                text=text,
+                finish_reason="error",
+                prompt_tokens=len(sequence.prompt),
+                completion_tokens=len(sequence.output),
+                index=sequence.index,
+                seed=sequence.seed,
+                error=sequence.error,
+                metrics=sequence.metrics,
+            )
 
     def _read(self, sequence: SequenceState, token: int | None, text: TextStream) -> str:
         """The piece of text that a token or the end brings. A stop string ends the request."""

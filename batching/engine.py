@@ -1,13 +1,12 @@
 """The loop around plan, step and commit, and the text on either side of it."""
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from batching.checks import CheckedScheduler, IntegrityError
 from batching.config import DTYPES, EngineConfig, EngineStats
@@ -20,12 +19,10 @@ from batching.request import Delta, Output, QueueFull, Request, SamplingParams, 
 from batching.runner import Runner, ready
 from batching.scheduler import Scheduler
 from batching.sequence import SequenceState
-from batching.turn import Flight, Progress, Turn, TurnTimes
+from batching.turn import NOTHING, Flight, Progress, Turn, TurnTimes
 from model.checkpoint import load
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
-
-NOTHING = Sampled(np.empty(0, np.int32))
 
 
 class Engine:
@@ -40,10 +37,7 @@ class Engine:
         eos_ids: Iterable[int] = (),
         on_compile: Callable[[int, int, float], None] | None = None,
     ) -> None:
-        """Allocates the cache and compiles every program: nothing compiles afterwards.
-
-        Args:
-            on_compile: called with (programs compiled, programs in all, seconds of the last), first with none compiled.
+        """Allocates the cache and compiles every program, as `Runner` does: nothing compiles afterwards.
 
         Raises ValueError where the model and the configuration do not go together.
         """
@@ -61,12 +55,12 @@ class Engine:
         )
         grammars = GrammarCompiler(tokenizer, vocabulary, self.eos_ids)
         self._intake = Intake(vocabulary, self.eos_ids, tokenizer, grammars, config.max_len, config.max_queue)
-        self.delivery = Delivery(tokenizer, self.scheduler)
+        self.delivery = Delivery(tokenizer, self.scheduler, lambda one: self.stats.count_end(one))
         self.stats = EngineStats(slots=config.slots)
         self.on_turn: Callable[[Turn, TurnTimes], None] | None = None  # called when a turn is committed
-        self._broken: IntegrityError | None = None  # nothing is computed any more
+        self.broken: IntegrityError | None = None  # with its report; nothing is computed any more
         self._in_flight: deque[Flight] = deque()  # launched and not committed, the oldest first
-        self._last: float | None = None  # when a turn was ready last, while there is work
+        self._last: float | None = None  # when a turn was ready or launched last, while there is work
         self._unqueued: dict[str, list[SequenceState]] = {}  # of streams, by id, while the queue is full
 
     @classmethod
@@ -114,7 +108,7 @@ class Engine:
             self._unqueued.setdefault(sequence.id, []).append(sequence)
         try:
             while left:
-                while queued and (queued[0].finish_reason is not None or self.scheduler.queue_room):
+                while queued and (queued[0].finish_reason is not None or self.scheduler.queue_room > 0):
                     self._enter(queued.popleft(), inbox.append)
                 if not inbox:
                     self._turn()
@@ -165,7 +159,7 @@ class Engine:
         """End a request, wherever it is, with what it has. False if the id is unknown or has ended."""
         unqueued = self._unqueued.pop(request_id, [])
         for sequence in unqueued:
-            sequence.finish_reason, sequence.metrics.end = "cancelled", time.monotonic()
+            sequence.finish_reason, sequence.metrics.end = "cancelled", self.scheduler.clock()
         return self.scheduler.cancel(request_id) or bool(unqueued)
 
     def step(self) -> list[Output]:
@@ -178,11 +172,19 @@ class Engine:
         """Whether a further `step` has anything to do or to report."""
         return self.scheduler.unfinished or self.delivery.unfinished
 
-    def set_policy(self, name: str) -> None:
-        """Schedule by another policy from now on. Raises RuntimeError while requests are unfinished."""
+    def reconfigure(self, **changes: Any) -> None:
+        """Change fields of the configuration for which nothing need be compiled: policy, run_ahead, prefix_reuse.
+
+        Raises RuntimeError while requests are unfinished, ValueError for what cannot be.
+        """
         if self.unfinished:
-            raise RuntimeError("the policy can change only while no request is unfinished")
-        self.scheduler.policy = make_policy(name)
+            raise RuntimeError("the configuration can change only while no request is unfinished")
+        if fixed := sorted(set(changes) - {"policy", "run_ahead", "prefix_reuse"}):
+            raise ValueError(f"{fixed} cannot change after the programs are compiled")
+        config = replace(self.config, **changes)
+        self.runner.check(config)
+        self.config, self.scheduler.policy = config, make_policy(config.policy)
+        self.scheduler.prefixes.reuse = config.prefix_reuse
 
     def reset_stats(self) -> None:
         self.stats = EngineStats(slots=self.config.slots)
@@ -193,23 +195,26 @@ class Engine:
         After an exception the rows on the device are in doubt: who has a slot ends with an error, the queue goes on;
         not after an IntegrityError.
         """
-        if self._broken is not None:
+        if self.broken is not None:
             for sequence in list(self.scheduler.waiting):
-                self.scheduler.fail(sequence, f"the engine stopped: {self._broken}", report=True)
-            self.finish(None, NOTHING)
-            return
+                self.scheduler.fail(sequence, f"the engine stopped: {self.broken}", report=True)
+            return self.finish()
+        launched = None
         try:
             launched = self._launch()
             wait = not launched or len(self._in_flight) > self.config.run_ahead
             self._commit(self._in_flight.popleft() if wait and self._in_flight else None)
             if not self.scheduler.unfinished:  # nobody waits for what is left
+                self.stats.wasted_rows += sum(len(flight.turn.sampled) for flight in self._in_flight)
                 self._in_flight.clear()
                 self._last = None
         except BaseException as error:
+            self.broken = error if isinstance(error, IntegrityError) else None
             self._in_flight.clear()
-            self.scheduler.fail_running(f"the step failed: {type(error).__name__}: {error}")
-            if isinstance(error, IntegrityError):
-                self._broken = error
+            reason, nobody = f"the step failed: {type(error).__name__}: {error}", not self.scheduler.running
+            self.scheduler.fail_running(reason)
+            for sequence in list(self.scheduler.waiting) if nobody and launched is None else ():  # none can be planned
+                self.scheduler.fail(sequence, reason, report=True)
             self.runner.reset()
             raise
 
@@ -221,12 +226,13 @@ class Engine:
         if turn is None:
             return False
         planned = clock()
-        idle = all(ready(flight.sampled) for flight in self._in_flight)
         sampled = self.run(turn)
+        idle = all(ready(flight.sampled) for flight in self._in_flight)
         launched = clock()
         self._in_flight.append(Flight(turn, sampled, start, planned, launched))
         waited_since = start if self._last is None else self._last
         self.stats.count_launch(turn, gap_s=launched - waited_since if idle else 0.0)
+        self._last = launched
         return True
 
     def run(self, turn: Turn) -> Sampled:
@@ -235,8 +241,7 @@ class Engine:
 
     def _commit(self, flight: "Flight | None") -> None:
         if flight is None:
-            self.finish(None, NOTHING)
-            return
+            return self.finish()
         turn, clock = flight.turn, self.scheduler.clock
         wait = clock()
         sampled = turn.fetch(flight.sampled)
@@ -247,7 +252,7 @@ class Engine:
         if self.on_turn is not None:
             self.on_turn(turn, times)
 
-    def finish(self, turn: Turn | None, sampled: Sampled) -> None:
+    def finish(self, turn: Turn | None = None, sampled: Sampled = NOTHING) -> None:
         """Interpret what came of a turn, and put what it brings where it is waited for."""
         if turn is not None:
             self.stats.wasted_rows += sum(one.finish_reason is not None for one in turn.sampled)
@@ -288,8 +293,8 @@ class Engine:
                 raise ValueError(f"request {index}: {error}") from None
 
     def _check_id(self, sequence: SequenceState) -> None:
-        if self._broken is not None:
-            raise RuntimeError(f"the engine stopped: {self._broken}")
+        if self.broken is not None:
+            raise RuntimeError(f"the engine stopped: {self.broken}")
         self.scheduler.check(sequence)
         if any(other.group is not sequence.group for other in self._unqueued.get(sequence.id, ())):
             raise ValueError(f"a request with id {sequence.id!r} is still running")

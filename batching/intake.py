@@ -9,6 +9,7 @@ import numpy as np
 
 from batching.grammar import GrammarCompiler, pack
 from batching.params import SamplingParams, check_lengths
+from batching.policies import FACTS
 from batching.request import Metrics, Request
 from batching.sequence import SequenceState
 from model.logits import ANY, BAD_WORD_TOKENS, BAD_WORDS, NOTHING, SlotRows
@@ -59,7 +60,7 @@ class Intake:
                 early_ids=early_ids,
                 bad_words=bad_words,
                 grammar=self.grammars.matcher(params, stop_ids),
-                priority=request.priority,
+                **{name: getattr(request, name) for name in FACTS},
             )
             for index in range(params.n)
         ]

@@ -57,18 +57,23 @@ class PlanShapes:
     decode_rows: tuple[int, ...]  # rising, the last one is `slots`; (0,) where decode rows are chunks
     chunk_sizes: tuple[int, ...]  # rising multiples of `block_q`
     block_q: int
+    chunks_only: bool = False  # no shape is without chunk rows
 
     @classmethod
-    def choose(cls, slots: int, chunk_sizes: Sequence[int], block_q: int) -> "PlanShapes":
+    def choose(cls, slots: int, chunk_sizes: Sequence[int], block_q: int, *, one: bool = False) -> "PlanShapes":
         """Rows follow the work in a few steps: rows that are padding cost time, programs cost compilation.
 
         With blocks, decode rows are 4, 16, 64 and `slots`; without, rows are 4, 8, 16, 32, 48, 64, 128 and so on,
-        `slots`, and `slots` with each chunk size.
+        `slots`, and `slots` with each chunk size. With `one` there is the largest shape alone, so that every row is
+        computed by the same program whatever is beside it.
         """
         sizes = sorted(set(chunk_sizes))
         block = max(16, block_q)
         if not sizes or any(size < block or size % block for size in sizes):
             raise ValueError(f"chunk_sizes must be positive multiples of {block}, not {tuple(chunk_sizes)}")
+        if one:
+            decode, chunk = (slots, sizes[-1]) if block_q > 1 else (0, -(-(slots + sizes[-1]) // block) * block)
+            return cls(slots, (decode,), (chunk,), block_q, chunks_only=True)
         if block_q > 1:
             return cls(slots, (*(rows for rows in (4, 16, 64) if rows < slots), slots), tuple(sizes), block_q)
         most = slots + sizes[-1]
@@ -78,15 +83,17 @@ class PlanShapes:
 
     def all(self) -> list[tuple[int, int]]:
         """Every (decode rows, chunk rows) that a plan can have."""
-        sizes = (0, *self.chunk_sizes)
-        return [(decode, chunk) for chunk in sizes for decode in self.decode_rows if decode + chunk]
+        return [(decode, chunk) for chunk in self._sizes for decode in self.decode_rows if decode + chunk]
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.chunk_sizes if self.chunks_only else (0, *self.chunk_sizes)
 
     def fit(self, decode: int, chunk: int) -> tuple[int, int]:
         """The smallest shape with room for so many rows."""
         if self.block_q == 1:
             decode, chunk = 0, decode + chunk
-        sizes = (0, *self.chunk_sizes)
-        return next(n for n in self.decode_rows if n >= decode), next(n for n in sizes if n >= chunk)
+        return next(n for n in self.decode_rows if n >= decode), next(n for n in self._sizes if n >= chunk)
 
     def budget(self, decode: int) -> int:
         """Prompt rows that a turn has room for beside so many decode rows."""

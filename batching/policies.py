@@ -1,27 +1,31 @@
 """Who gets the next turn: scheduling policies, small classes chosen by name.
 
-A policy sees host state alone and decides; the scheduler carries out. To add one, write a class with `decide` and
-register it in `POLICIES`.
+A policy sees host state alone and decides; the scheduler carries out. To add one, write a class with `decide` in a file
+of its own and name it `path.py:Name`, or register it in `POLICIES`.
 """
 
+import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from batching.scheduler import SequenceState
+    from batching.sequence import SequenceState
 
 
 @dataclass(frozen=True)
 class View:
     """What a policy may look at before a turn."""
 
-    waiting: Sequence["SequenceState"]  # in order of arrival
+    waiting: Sequence["SequenceState"]  # in order of arrival; not those whose tokens are still on their way
     prefilling: Sequence["SequenceState"]  # have a slot and prompt tokens still to compute, in order of admission
     decoding: Sequence["SequenceState"]  # can advance; not those whose last token is still on its way
     running: Sequence["SequenceState"]  # all that have a slot, in order of admission
     slots: int
     free: int  # slots that nobody has
+    now: float  # on the clock of `SequenceState.metrics`
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,22 @@ class Decision:
     prefill: Sequence["SequenceState"] = ()  # may include those just admitted
     decode: bool = True  # every decoding sequence advances by one token
     decode_rows: int = 0  # at least so many decode rows are computed, as padding if need be
+    prefill_rows: int = 2**31  # at most so many prompt rows, if that is less than the turn has room for
     prefill_share: float = 1.0  # of the turn's prompt rows that hold tokens; the others are padding
 
 
 class Policy(Protocol):
-    uses_priority: bool  # whether it looks at `SequenceState.priority`; where not, requests that set it are refused
+    """A class with `decide`; the rest may be left out.
+
+    `uses`: which of FACTS it looks at, none if left out; requests that set others are refused.
+    `preempts`: whether it ever takes a slot away; assumed if left out.
+    """
 
     def decide(self, view: View) -> Decision: ...
+
+
+# What a request may tell policies, and what it is when it does not.
+FACTS: dict[str, Any] = dict(priority=0, user=None, ttft_slo_s=None, tpot_slo_s=None, predicted_tokens=None)
 
 
 class Continuous:
@@ -52,7 +65,7 @@ class Continuous:
     Orca (OSDI '22) iteration-level scheduling with the chunked prefill of Sarathi-Serve (arXiv 2403.02310).
     """
 
-    uses_priority = False
+    preempts = False
 
     def decide(self, view: View) -> Decision:
         admit = view.waiting[: view.free]
@@ -64,7 +77,7 @@ class Priority:
     urgent one, which waits again, keeps its tokens and goes on where it was.
     """
 
-    uses_priority = True
+    uses = ("priority",)
 
     def decide(self, view: View) -> Decision:
         waiting = sorted(view.waiting, key=urgency)
@@ -89,7 +102,7 @@ class Static:
     the longest member ends nobody else is admitted, and the rows of members that ended are still computed.
     """
 
-    uses_priority = False
+    preempts = False
 
     def __init__(self) -> None:
         self.batch, self.share = 0, 1.0
@@ -105,11 +118,173 @@ class Static:
         return Decision(decode_rows=self.batch)
 
 
-POLICIES: dict[str, type[Policy]] = {"continuous": Continuous, "static": Static, "priority": Priority}
+class PrefillFirst:
+    """Prompts before all else: while any prompt is computed nobody decodes, and a turn is prefill or decode.
+
+    The default of vLLM's first engine (arXiv 2309.06180): the least time to first token, and stalls between tokens.
+    """
+
+    preempts = False
+
+    def decide(self, view: View) -> Decision:
+        admit = view.waiting[: view.free]
+        prefill = [*view.prefilling, *admit]
+        return Decision(admit=admit, prefill=prefill, decode=not prefill)
+
+
+class Dynamic:
+    """A batch is formed whenever slots are free and no prompt is being computed: its members are prefilled together,
+    apart from decoding, and each leaves when it ends. Who comes during a prefill waits for the next batch.
+    """
+
+    preempts = False
+
+    def decide(self, view: View) -> Decision:
+        if view.prefilling:
+            return Decision(prefill=view.prefilling, decode=False)
+        admit = view.waiting[: view.free]
+        return Decision(admit=admit, prefill=admit, decode=not admit)
+
+
+class DecodeFirst:
+    """Who decodes is held up least: beside decode rows a turn has few prompt rows, all its room where nobody decodes.
+
+    The stall-free batching of Sarathi-Serve (arXiv 2403.02310) with a small token budget.
+    """
+
+    preempts = False
+    beside = 32  # prompt rows beside decode rows
+
+    def decide(self, view: View) -> Decision:
+        admit = view.waiting[: view.free]
+        rows = self.beside if view.decoding else Decision.prefill_rows
+        return Decision(admit=admit, prefill=[*view.prefilling, *admit], prefill_rows=rows)
+
+
+class ShortestFirst:
+    """The shortest job first: prompt and answer, predicted or else the most it may generate. Long ones may starve."""
+
+    uses = ("predicted_tokens",)
+    preempts = False
+
+    def decide(self, view: View) -> Decision:
+        admit = sorted(view.waiting, key=work)[: view.free]
+        return Decision(admit=admit, prefill=sorted([*view.prefilling, *admit], key=work))
+
+
+def work(sequence: "SequenceState") -> int:
+    """Tokens that are still to be computed."""
+    answer = sequence.max_tokens if sequence.predicted_tokens is None else sequence.predicted_tokens
+    return sequence.prefill_end - sequence.computed + max(answer - sequence.coming, 0)
+
+
+class Fair:
+    """Every user gets the same service: the virtual token counter of Sheng et al. (arXiv 2401.00588).
+
+    A user's counter grows with tokens computed for it; a free slot goes to the user who waits and has the least. Who
+    was away comes back with no less than the least of those who are there: absence earns nothing.
+    """
+
+    uses = ("user",)
+    preempts = False
+    prompt_weight, answer_weight = 1.0, 2.0  # an answer's token costs more, as in the paper
+
+    def __init__(self) -> None:
+        self.counters: dict[str | None, float] = {}
+        self._charged: dict[SequenceState, float] = {}
+        self._here: set[str | None] = set()
+
+    def decide(self, view: View) -> Decision:
+        self._charge(view.running)
+        self._lift({one.user for one in (*view.running, *view.waiting)})
+        waiting, admit = list(view.waiting), []
+        counters = dict(self.counters)
+        while waiting and len(admit) < view.free:
+            least = min(waiting, key=lambda one: (counters[one.user], one.arrived))
+            waiting.remove(least)
+            admit.append(least)
+            counters[least.user] += self.prompt_weight * len(least.prompt)
+        return Decision(admit=admit, prefill=[*view.prefilling, *admit])
+
+    def _charge(self, running: Sequence["SequenceState"]) -> None:
+        """For what was computed since the last turn. What ended in between was charged when it had a slot, but for
+        its last tokens."""
+        charged = {}
+        for one in running:
+            computed = min(one.computed, len(one.prompt)) - one.cached
+            charged[one] = self.prompt_weight * computed + self.answer_weight * one.coming
+            gained = charged[one] - self._charged.get(one, 0.0)
+            self.counters[one.user] = self.counters.get(one.user, 0.0) + gained
+        self._charged = charged
+
+    def _lift(self, users: set[str | None]) -> None:
+        stayed = [self.counters[user] for user in users & self._here]
+        for user in users - self._here:
+            self.counters[user] = max(self.counters.get(user, 0.0), min(stayed, default=0.0))
+        self._here = users
+
+
+class Deadlines:
+    """The earliest deadline of a first token goes first; and while somebody is late with its next token, prompts get
+    few rows, so that decode turns are short.
+
+    A request's own objectives count: `ttft_slo_s` from its arrival, `tpot_slo_s` a token from its first one on.
+    """
+
+    uses = ("ttft_slo_s", "tpot_slo_s")
+    preempts = False
+    beside = 32  # prompt rows beside somebody who is late
+
+    def decide(self, view: View) -> Decision:
+        admit = sorted(view.waiting, key=deadline)[: view.free]
+        late = any(self.late(one, view.now) for one in view.decoding)
+        prefill = sorted([*view.prefilling, *admit], key=deadline)
+        return Decision(admit=admit, prefill=prefill, prefill_rows=self.beside if late else Decision.prefill_rows)
+
+    def late(self, sequence: "SequenceState", now: float) -> bool:
+        first, wanted = sequence.metrics.first_token, sequence.tpot_slo_s
+        return first is not None and wanted is not None and now > first + wanted * len(sequence.output)
+
+
+def deadline(sequence: "SequenceState") -> tuple[float, int]:
+    """Of its first token; then the order of arrival."""
+    wanted = math.inf if sequence.ttft_slo_s is None else sequence.ttft_slo_s
+    return sequence.metrics.arrival + wanted, sequence.arrived
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "continuous": Continuous,
+    "static": Static,
+    "dynamic": Dynamic,
+    "prefill_first": PrefillFirst,
+    "decode_first": DecodeFirst,
+    "shortest_first": ShortestFirst,
+    "priority": Priority,
+    "fair": Fair,
+    "slo": Deadlines,
+}
 
 
 def make_policy(name: str) -> Policy:
-    """Raises ValueError for a name that is not registered."""
+    """By its name, or from a user's own file: `path.py:Name`. Raises ValueError for what is neither."""
+    path, colon, attribute = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_file(path, attribute)
     if name not in POLICIES:
-        raise ValueError(f"policy {name!r} is not one of {sorted(POLICIES)}")
+        raise ValueError(f"policy {name!r} is not one of {sorted(POLICIES)}, nor a file with a class, path.py:Name")
     return POLICIES[name]()
+
+
+def _from_file(path: str, attribute: str) -> Policy:
+    spec = importlib.util.spec_from_file_location(f"policy_{Path(path).stem}", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ValueError(f"policy {path}:{attribute}: there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        policy = getattr(module, attribute)()
+    except Exception as error:
+        raise ValueError(f"policy {path}:{attribute}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(policy, "decide", None)):
+        raise ValueError(f"policy {path}:{attribute} has no method decide")
+    return policy

@@ -114,9 +114,8 @@ class Prefixes:
             self._skip_to(sequence, have)
 
     def _skip_to(self, sequence: "SequenceState", rows: int) -> None:
-        """So many of its rows are there."""
-        if not sequence.resumed:  # else it has been told already
-            sequence.cached += rows - sequence.computed
+        """So many of its rows are there. Those that it had before were computed for it, or it was told of them."""
+        sequence.cached += max(0, rows - max(sequence.computed, sequence.reached))
         sequence.computed = rows
 
     def _shared(self, sequence: "SequenceState") -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from batching.params import SamplingParams, as_int, as_token_ids
+from batching.params import SamplingParams, as_int, as_number, as_token_ids
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -26,7 +26,12 @@ class Request:
     messages: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    priority: int = 0  # lower is more urgent; other values than 0 need a policy that looks at it
+    # What policies look at; a field that is set and not looked at by the engine's policy is refused.
+    priority: int = 0  # lower is more urgent
+    user: str | None = None
+    ttft_slo_s: float | None = None  # objectives: seconds to the first token, and a token after it
+    tpot_slo_s: float | None = None
+    predicted_tokens: int | None = None  # somebody's guess of how many will be generated
 
     def __post_init__(self) -> None:
         given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(self, name) is not None]
@@ -41,6 +46,16 @@ class Request:
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"id must be a string that is not empty, not {self.id!r}")
         object.__setattr__(self, "priority", as_int(self.priority, "priority"))
+        if self.user is not None and not isinstance(self.user, str):
+            raise ValueError(f"user must be a string, not {self.user!r}")
+        for name in ("ttft_slo_s", "tpot_slo_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < as_number(value, name) < float("inf"):
+                raise ValueError(f"{name} must be more than 0 and finite, not {value}")
+        if self.predicted_tokens is not None:
+            object.__setattr__(self, "predicted_tokens", as_int(self.predicted_tokens, "predicted_tokens"))
+            if self.predicted_tokens < 0:
+                raise ValueError(f"predicted_tokens must not be negative, not {self.predicted_tokens}")
         if not isinstance(self.params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(self.params).__name__}")
 

@@ -10,6 +10,7 @@ from batching.config import DTYPES, EngineConfig
 from batching.grammar import slot_masks
 from batching.intake import slot_rows
 from batching.plan import PlanShapes, Sampled
+from batching.policies import make_policy
 from batching.programs import compile_copy, compile_programs, compile_sampling
 from batching.sequence import SequenceState
 from batching.step import EngineState, init_state, split_model
@@ -17,6 +18,7 @@ from batching.turn import Turn
 from model.kv_cache import cache_bytes
 from model.logits import SamplingState
 from model.transformer import Transformer
+from pallas_kernels import cpu
 from pallas_kernels.attention import IMPLEMENTATIONS, choose_implementation
 
 
@@ -48,14 +50,32 @@ class Runner:
             heads=model.config.num_heads,
             kv_heads=model.config.num_kv_heads,
         )
-        self.shapes = PlanShapes.choose(config.slots, config.chunk_sizes, IMPLEMENTATIONS[self.attention].block_q)
+        block_q = IMPLEMENTATIONS[self.attention].block_q
+        # One program computes a row the same whatever is beside it; where all programs do, all may be used.
+        one = config.deterministic and not all_programs_agree(self.attention, config)
+        self.shapes = PlanShapes.choose(config.slots, config.chunk_sizes, block_q, one=one)
+        self._copies = config.prefix_reuse
+        self.check(config)
         self._state: EngineState | None = None
         self.graph, self.weights = split_model(model)
         self.programs = compile_programs(self.graph, self.weights, self.state, self.shapes, self.attention, on_compile)
         self.sampling_programs = compile_sampling(self.state.sampling)
-        self._copy_prefix = compile_copy(self.state) if config.prefix_reuse else None
+        self._copy_prefix = compile_copy(self.state) if self._copies else None
         self.cache_bytes = cache_bytes(self.state.cache)
         self.weight_bytes = sum(weight.nbytes for weight in self.weights)
+
+    def check(self, config: EngineConfig) -> None:
+        """Raises ValueError where a configuration asks for what these programs cannot do."""
+        if config.prefix_reuse and not self._copies:
+            raise ValueError("prefix_reuse was off when the programs were compiled: there is none that copies rows")
+        if not config.deterministic or self.shapes.block_q == 1:
+            return
+        # A token of an output comes through the kernel for decode rows; as part of a prompt, or computed again, not.
+        reason = f"attention {self.attention!r} has other kernels for prompt chunks than for decode rows"
+        if config.prefix_reuse:
+            raise ValueError(f"deterministic goes without prefix_reuse here: {reason}")
+        if getattr(make_policy(config.policy), "preempts", True):
+            raise ValueError(f"deterministic goes without the policy {config.policy!r} here: {reason}")
 
     @property
     def state(self) -> EngineState:
@@ -107,6 +127,11 @@ class Runner:
 
     def _set_sampling(self, program: Callable[..., SamplingState], *arguments: Any) -> None:
         self.state = replace(self.state, sampling=program(self.state.sampling, *arguments))
+
+
+def all_programs_agree(attention: str, config: EngineConfig) -> bool:
+    """Whether a row has the same bits in every program: where the kernels for CPUs compute all that sums."""
+    return attention == "cpu" and cpu.rows_invariant(DTYPES[config.dtype])
 
 
 def ready(sampled: Sampled) -> bool:

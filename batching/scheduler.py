@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from batching.params import check_lengths
 from batching.plan import FROM_DEVICE, NOT_FINITE, Chunk, PlanShapes, Sampled, build_plan
-from batching.policies import Decision, Policy, View
+from batching.policies import FACTS, Decision, Policy, View
 from batching.prefix import Prefixes
 from batching.request import FinishReason, QueueFull
 from batching.sequence import SequenceState
@@ -39,6 +39,7 @@ class Scheduler:
         self.prefixes = Prefixes(shapes.slots, reuse=prefix_reuse)
         self._live: dict[str, list[SequenceState]] = {}  # the samples of each request
         self._ended: list[SequenceState] = []  # ended between turns, not yet reported
+        self._admitted: list[SequenceState] = []  # since the last turn
         self._arrived = 0
 
     def check(self, sequence: SequenceState) -> None:
@@ -46,9 +47,10 @@ class Scheduler:
         if any(other.group is not sequence.group for other in self._live.get(sequence.id, ())):
             raise ValueError(f"a request with id {sequence.id!r} is still running")
         check_lengths(len(sequence.prompt), sequence.params, max_len=self.max_len, max_queue=self.max_queue)
-        if sequence.priority and not self.policy.uses_priority:
-            name = type(self.policy).__name__
-            raise ValueError(f"priority is {sequence.priority}, but the policy {name} does not look at it")
+        for name, default in FACTS.items():
+            if getattr(sequence, name) != default and name not in getattr(self.policy, "uses", ()):
+                policy = type(self.policy).__name__
+                raise ValueError(f"{name} is {getattr(sequence, name)!r}, but the policy {policy} does not look at it")
 
     def submit(self, sequence: SequenceState) -> None:
         """Queue a request.
@@ -99,8 +101,8 @@ class Scheduler:
 
     def fail_running(self, error: str) -> None:
         """End every request that has a slot with an error: its rows are lost, and so are the turns in flight. Those in
-        the queue are not concerned, unless nobody had a slot: then nothing can be planned for them."""
-        for sequence in list(self.running or self.waiting):
+        the queue are not concerned."""
+        for sequence in list(self.running):
             self.fail(sequence, error, report=True)
         for sequence in self.waiting:
             sequence.in_flight = 0
@@ -123,15 +125,15 @@ class Scheduler:
         for sequence in decision.preempt:
             self._preempt(sequence)
         self.prefixes.follow()
-        admitted = self._admit(decision)
+        self._admitted += self._admit(decision)
         decode = [one for one in self.running if one.decoding] if decision.decode else []
-        budget = self.shapes.budget(max(len(decode), decision.decode_rows))
+        budget = min(self.shapes.budget(max(len(decode), decision.decode_rows)), decision.prefill_rows)
         chunks = self._chunks(decision, math.ceil(budget * decision.prefill_share))
         if not decode and not chunks:
             if not any(one.in_flight for samples in self._live.values() for one in samples):
                 raise RuntimeError(f"{type(self.policy).__name__} scheduled nothing for {len(self._live)} requests")
             return None
-        return self._turn(decision, admitted, decode, chunks, budget)
+        return self._turn(decision, decode, chunks, budget)
 
     def _view(self) -> View:
         return View(
@@ -141,12 +143,12 @@ class Scheduler:
             running=tuple(self.running),
             slots=self.shapes.slots,
             free=len(self.free),
+            now=self.clock(),
         )
 
     def _turn(
         self,
         decision: Decision,
-        admitted: tuple[SequenceState, ...],
         decode: list[SequenceState],
         chunks: list[tuple[SequenceState, int]],
         budget: int,
@@ -164,13 +166,14 @@ class Scheduler:
         sampled = (*decode, *(sequence for sequence, _ in chunks if not sequence.prefilling))
         for sequence in sampled:
             sequence.in_flight += 1
+        admitted, self._admitted = dict.fromkeys(self._admitted), []
         starts = zip(chunks, plan.first_rows[len(decode) :], prompt_rows, strict=True)
         return Turn(
             plan,
             sampled,
             busy=len(self.running),
             copies=self.prefixes.take_copies(),
-            admitted=admitted,
+            admitted=tuple(one for one in admitted if one in self.running),
             scored=tuple(Scored(one, row, chunk.start, count) for (one, count), row, chunk in starts if chunk.targets),
         )
 
@@ -230,7 +233,7 @@ class Scheduler:
         self.fail(sequence, error)
         return Progress(sequence, None)
 
-    def _admit(self, decision: Decision) -> tuple[SequenceState, ...]:
+    def _admit(self, decision: Decision) -> Sequence[SequenceState]:
         assert len(decision.admit) <= len(self.free), "a policy admitted more requests than there are free slots"
         for sequence in list(decision.admit):
             self.waiting.remove(sequence)
@@ -239,13 +242,13 @@ class Scheduler:
             if sequence.metrics.admission is None:
                 sequence.metrics.admission = self.clock()
             self.running.append(sequence)
-        return tuple(decision.admit)
+        return decision.admit
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Back into the queue, where it was: it keeps its tokens, and its slot their rows until somebody takes it."""
         self._leave(sequence)
+        sequence.reached = max(sequence.reached, sequence.computed)
         sequence.slot, sequence.computed = None, 0
-        sequence.cached *= bool(sequence.output)  # else what it is told of is still to come
         sequence.metrics.preemptions += 1
         bisect.insort(self.waiting, sequence, key=lambda one: one.arrived)
 

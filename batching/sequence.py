@@ -40,11 +40,16 @@ class SequenceState:
     early_ids: frozenset[int] = frozenset()  # what min_tokens forbids
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: "Grammar | None" = None  # its slot's mask says what may be drawn
-    priority: int = 0  # lower is more urgent
+    priority: int = 0  # this and the next four: as in Request, for policies to look at
+    user: str | None = None
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    predicted_tokens: int | None = None
     arrived: int = 0  # its place in the order of arrival, set on submission
     max_tokens: int = 0  # what params and the slot's length allow, set on submission
     slot: int | None = None
     computed: int = 0  # rows that are in its slot once all turns planned so far are computed
+    reached: int = 0  # rows that it had when it lost its slot, if it did
     in_flight: int = 0  # tokens of turns that are planned and not committed
     resumed: int = 0  # tokens of its output that it had when it got its slot: they are prefilled like the prompt
     cached: int = 0  # of these, positions that nobody computed for it: their rows were there
@@ -82,6 +87,11 @@ class SequenceState:
         return self.computed < self.prefill_end
 
     @property
+    def coming(self) -> int:
+        """Tokens of its output that it has, or that are on their way."""
+        return len(self.output) + self.in_flight
+
+    @property
     def decoding(self) -> bool:
         """Whether its next row can be planned: a token is on the device, and another one is wanted after it.
 
@@ -89,7 +99,7 @@ class SequenceState:
         """
         if self.slot is None or self.prefilling or (self.grammar is not None and self.in_flight):
             return False
-        return len(self.output) + self.in_flight < self.max_tokens
+        return self.coming < self.max_tokens
 
     @property
     def draw(self) -> Draw:

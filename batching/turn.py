@@ -8,6 +8,8 @@ from batching.plan import BatchPlan, Sampled
 from batching.prefix import Copy
 from batching.sequence import SequenceState
 
+NOTHING = Sampled(np.empty(0, np.int32))  # what comes of no turn
+
 
 class Turn(NamedTuple):
     """A plan and who its sampled rows belong to, captured when it is made and used when its tokens are read."""

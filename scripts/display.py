@@ -1,9 +1,11 @@
 """What a person sees on stderr while it runs: one live line on a terminal, now and then a plain line elsewhere."""
 
 import time
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import track
 from rich.status import Status
 from rich.text import Text
 
@@ -11,6 +13,19 @@ from batching import Engine
 
 LIVE_S, PLAIN_S = 0.1, 5.0  # seconds between updates on a terminal and elsewhere
 MOST_CELLS = 64  # slots that are drawn one by one
+
+
+def tracked[T](items: Sequence[T], text: str, console: Console) -> Iterator[T]:
+    """The items, with a bar on a terminal and now and then a line elsewhere."""
+    if console.is_terminal:
+        yield from track(items, text, console=console, transient=True)
+        return
+    due = time.perf_counter() + PLAIN_S
+    for done, item in enumerate(items):
+        if time.perf_counter() > due:
+            console.print(f"{text}: {done} of {len(items)}")
+            due = time.perf_counter() + PLAIN_S
+        yield item
 
 
 class CompileDisplay:

@@ -147,7 +147,7 @@ def run_policy(engine: Engine, policy: str, jobs: Sequence[Job], **how: Any) -> 
 
     It finds no prefixes of earlier runs.
     """
-    engine.set_policy(policy)
+    engine.reconfigure(policy=policy)
     engine.scheduler.prefixes.forget()
     engine.reset_stats()
     wall_s = serve(engine, jobs, **how)

@@ -112,13 +112,13 @@ def test_the_policy_changes_only_when_idle(tiny, alone):
     request = requests_of_many_lengths()[3]
     engine.submit(request)
     with pytest.raises(RuntimeError, match="only while no request is unfinished"):
-        engine.set_policy("static")
+        engine.reconfigure(policy="static")
     while engine.unfinished:
         engine.step()
-    engine.set_policy("static")
+    engine.reconfigure(policy="static")
     assert engine.generate([request])[0].token_ids == alone(request)
     with pytest.raises(ValueError, match="'fastest' is not one of"):
-        engine.set_policy("fastest")
+        engine.reconfigure(policy="fastest")
 
 
 def test_non_finite_logits_end_that_request_alone(alone):

@@ -201,7 +201,7 @@ def test_a_policy_that_schedules_nothing_is_reported():
 
 
 def test_unknown_policy():
-    with pytest.raises(ValueError, match=r"'fastest' is not one of \['continuous', 'priority', 'static'\]"):
+    with pytest.raises(ValueError, match=r"'fastest' is not one of .*'continuous'.*path\.py:Name"):
         make_policy("fastest")
 
 

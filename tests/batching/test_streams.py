@@ -79,7 +79,7 @@ def test_closing_a_stream_ends_what_is_left_of_it(tiny, engine):
         outputs += engine.step()
     assert [(output.id, output.token_ids) for output in outputs] == [("c", expected_of(tiny, request_of("c"))["c"])]
     assert idle(engine)
-    engine.set_policy("static")
+    engine.reconfigure(policy="static")
 
 
 def test_an_id_may_come_again_at_once_after_its_request_was_given_up(tiny, engine):
