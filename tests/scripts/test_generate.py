@@ -83,6 +83,8 @@ def test_good_lines(tmp_path, capsys):
         assert run["different"] == []
         assert 0 < run["busy_share"] <= 1
         assert 0 <= run["padding_share"] < 1
+        assert 0 <= run["gap_share"] <= 1
+        assert 0 < run["host_s_per_turn"] * run["turns"] < 2 * run["wall_s"]
         assert run["ttft_s"]["p50"] <= run["ttft_s"]["p90"] < run["wall_s"]
     assert figures["start_up"]["programs"] >= 2
     assert figures["start_up"]["first_token_s"] > figures["start_up"]["compile_s"] > 0
@@ -140,6 +142,10 @@ def test_text_for_a_person(tmp_path, capsys):
         (["--out", "-", "--json", "-"], "--json and --out are the same"),
         (["--model", "no-such-model"], "no-such-model"),
         (["--max-len", "4096"], "4096"),
+        (["--timeline", "no-such-folder/x.json"], "no-such-folder"),
+        (["--timeline", "x.json", "--json", "x.json"], "--timeline and --json are the same"),
+        (["--picture", "no-such-folder/x.png"], "no-such-folder"),
+        (["--profile", "/dev/null"], "/dev/null"),
     ],
 )
 def test_what_cannot_be_run(arguments, reason, capsys):
@@ -156,6 +162,11 @@ def test_what_cannot_be_run(arguments, reason, capsys):
         ["--max-tokens", "0"],
         ["--compare", "fastest"],
         ["--chat"],
+        ["--picture", "picture.txt"],
+        ["--profile", "x", "--profile-turns", "20:10"],
+        ["--profile", "x", "--profile-turns", "0:3"],
+        ["--profile", "x", "--profile-turns", "ten"],
+        ["--profile-turns", "1:2"],
     ],
 )
 def test_options_without_a_meaning(arguments, capsys):
