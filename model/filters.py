@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import cpu
+
 HEAD = 64  # most probable tokens of a row that are sorted; filters that keep more of them take longer
 
 
@@ -46,10 +48,10 @@ def head_threshold(
     by_k, by_p = top_k < scaled.shape[-1], top_p < 1
     last = jnp.minimum(top_k, head.shape[-1])[:, None] - 1
     least = jnp.where(by_k, jnp.take_along_axis(head, last, axis=-1)[:, 0], -jnp.inf)
-    left = jnp.where(scaled >= least[:, None], jnp.exp(scaled), 0.0).sum(axis=-1)
+    left = cpu.sum_exp(jnp.where(scaled >= least[:, None], scaled, -jnp.inf))
     places = jnp.arange(head.shape[-1])
     up_to = (places[:, None] >= places[None, :])[None]
-    sums = jnp.where(up_to, jnp.exp(head)[:, None, :], 0.0).sum(axis=-1)
+    sums = cpu.sum_exp(jnp.where(up_to, head[:, None, :], -jnp.inf))
     reached = sums >= (top_p * left)[:, None]
     by_share = jnp.maximum(jnp.where(reached, head, -jnp.inf).max(axis=-1), least)
     known = (~by_k | (top_k <= head.shape[-1])) & (~by_p | reached.any(axis=-1))
