@@ -65,7 +65,7 @@ class AsyncEngine:
 
         It happens before the next step whether the result is awaited or not. A request is known once it is queued.
         """
-        return self.call(lambda engine: engine.cancel(request_id))
+        return asyncio.shield(self.call(lambda engine: engine.cancel(request_id)))
 
     def call[T](self, function: Callable[[Engine], T]) -> "asyncio.Future[T]":
         """Run a function on the engine between two steps: read its counts, say. It must not block.

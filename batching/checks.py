@@ -84,7 +84,7 @@ class CheckedScheduler(RecordedScheduler):
         none = [_who(one) for one, count in chunks if count < 1]
         self._expect(not none, f"{none} get prompt rows and have all of them")
         rows = sum(self.shapes.padded(count) for _, count in chunks)
-        room = self.shapes.budget(sum(one.decoding for one in self.running) if decision.decode else 0)
+        room = self.shapes.budget(len(self._decoding()) if decision.decode else 0)
         self._expect(rows <= room, f"{rows} prompt rows for {[one.id for one, _ in chunks]}; there is room for {room}")
         return chunks
 

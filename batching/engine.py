@@ -61,7 +61,8 @@ class Engine:
         self.broken: IntegrityError | None = None  # with its report; nothing is computed any more
         self._in_flight: deque[Flight] = deque()  # launched and not committed, the oldest first
         self._last: float | None = None  # when a turn was ready or launched last, while there is work
-        self._unqueued: dict[str, list[SequenceState]] = {}  # of streams, by id, while the queue is full
+        # Of streams, while the queue is full, and who waits for them.
+        self._unqueued: dict[SequenceState, Callable[[Delta], None]] = {}
 
     @classmethod
     def from_pretrained(
@@ -104,12 +105,12 @@ class Engine:
         self._check(sequences)  # again: others may have come since
         inbox: deque[Delta] = deque()
         left, queued = {(sequence.id, sequence.index): sequence for sequence in sequences}, deque(sequences)
-        for sequence in sequences:
-            self._unqueued.setdefault(sequence.id, []).append(sequence)
+        self._unqueued |= dict.fromkeys(sequences, inbox.append)
         try:
             while left:
-                while queued and (queued[0].finish_reason is not None or self.scheduler.queue_room > 0):
-                    self._enter(queued.popleft(), inbox.append)
+                while queued and (queued[0] not in self._unqueued or self.scheduler.queue_room > 0):
+                    if (sequence := queued.popleft()) in self._unqueued:  # else it was cancelled
+                        self._enter(sequence, inbox.append)
                 if not inbox:
                     self._turn()
                 while inbox:
@@ -150,16 +151,18 @@ class Engine:
     def _abandon(self, sequences: Iterable[SequenceState]) -> None:
         """Nobody waits for what these still bring."""
         for sequence in sequences:
+            self._unqueued.pop(sequence, None)
             if self.delivery.abandon(sequence) and sequence.finish_reason is None:
                 self.scheduler.cancel(sequence.id, report=False)
-            else:
-                self._forget_unqueued(sequence)
+        self._rest()
 
     def cancel(self, request_id: str) -> bool:
         """End a request, wherever it is, with what it has. False if the id is unknown or has ended."""
-        unqueued = self._unqueued.pop(request_id, [])
+        unqueued = [sequence for sequence in self._unqueued if sequence.id == request_id]
         for sequence in unqueued:
             sequence.finish_reason, sequence.metrics.end = "cancelled", self.scheduler.clock()
+            self.delivery.expect(sequence, self._unqueued.pop(sequence))
+            self.delivery.put([Progress(sequence, None)])
         return self.scheduler.cancel(request_id) or bool(unqueued)
 
     def step(self) -> list[Output]:
@@ -204,10 +207,7 @@ class Engine:
             launched = self._launch()
             wait = not launched or len(self._in_flight) > self.config.run_ahead
             self._commit(self._in_flight.popleft() if wait and self._in_flight else None)
-            if not self.scheduler.unfinished:  # nobody waits for what is left
-                self.stats.wasted_rows += sum(len(flight.turn.sampled) for flight in self._in_flight)
-                self._in_flight.clear()
-                self._last = None
+            self._rest()
         except BaseException as error:
             self.broken = error if isinstance(error, IntegrityError) else None
             self._in_flight.clear()
@@ -217,6 +217,13 @@ class Engine:
                 self.scheduler.fail(sequence, reason, report=True)
             self.runner.reset()
             raise
+
+    def _rest(self) -> None:
+        """When everybody has ended nobody waits for what is in flight, and the device does not wait for the host."""
+        if not self.scheduler.unfinished:
+            self.stats.wasted_rows += sum(len(flight.turn.sampled) for flight in self._in_flight)
+            self._in_flight.clear()
+            self._last = None
 
     def _launch(self) -> bool:
         """Plan a turn and tell the device of it, if there is one."""
@@ -261,21 +268,9 @@ class Engine:
         self.delivery.put(progress)
 
     def _enter(self, sequence: SequenceState, deliver: Callable[[Delta], None] | None) -> None:
-        """Into the queue; or straight to its end, if it was cancelled before there was room."""
-        cancelled = sequence.finish_reason is not None
-        if not cancelled:  # else its id may be another's by now
-            self.scheduler.submit(sequence)
-            self._forget_unqueued(sequence)
+        self.scheduler.submit(sequence)
+        self._unqueued.pop(sequence, None)
         self.delivery.expect(sequence, deliver)
-        if cancelled:
-            self.delivery.put([Progress(sequence, None)])
-
-    def _forget_unqueued(self, sequence: SequenceState) -> None:
-        others = self._unqueued.get(sequence.id, [])
-        if sequence in others:
-            others.remove(sequence)
-            if not others:
-                del self._unqueued[sequence.id]
 
     def _enter_all(self, sequences: Sequence[SequenceState], deliver: Callable[[Delta], None] | None) -> None:
         room = self.scheduler.queue_room
@@ -296,5 +291,5 @@ class Engine:
         if self.broken is not None:
             raise RuntimeError(f"the engine stopped: {self.broken}")
         self.scheduler.check(sequence)
-        if any(other.group is not sequence.group for other in self._unqueued.get(sequence.id, ())):
+        if any(other.id == sequence.id and other.group is not sequence.group for other in self._unqueued):
             raise ValueError(f"a request with id {sequence.id!r} is still running")

@@ -5,7 +5,7 @@ of its own and name it `path.py:Name`, or register it in `POLICIES`.
 """
 
 import importlib.util
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +55,17 @@ class Policy(Protocol):
     def decide(self, view: View) -> Decision: ...
 
 
+BESIDE = 32  # prompt rows in a turn that shall be short
 # What a request may tell policies, and what it is when it does not.
 FACTS: dict[str, Any] = dict(priority=0, user=None, ttft_slo_s=None, tpot_slo_s=None, predicted_tokens=None)
+
+
+def check_facts(sequence: "SequenceState", policy: Policy) -> None:
+    """Raises ValueError where a request tells what the policy does not look at."""
+    for name, default in FACTS.items():
+        value, uses = getattr(sequence, name), getattr(policy, "uses", ())
+        if value != default and name not in uses:
+            raise ValueError(f"{name} is {value!r}, but the policy {type(policy).__name__} does not look at it")
 
 
 class Continuous:
@@ -119,10 +128,7 @@ class Static:
 
 
 class PrefillFirst:
-    """Prompts before all else: while any prompt is computed nobody decodes, and a turn is prefill or decode.
-
-    The default of vLLM's first engine (arXiv 2309.06180): the least time to first token, and stalls between tokens.
-    """
+    """Prompts before all else, and nobody decodes meanwhile: the default of vLLM's first engine (arXiv 2309.06180)."""
 
     preempts = False
 
@@ -153,11 +159,10 @@ class DecodeFirst:
     """
 
     preempts = False
-    beside = 32  # prompt rows beside decode rows
 
     def decide(self, view: View) -> Decision:
         admit = view.waiting[: view.free]
-        rows = self.beside if view.decoding else Decision.prefill_rows
+        rows = BESIDE if view.decoding else Decision.prefill_rows
         return Decision(admit=admit, prefill=[*view.prefilling, *admit], prefill_rows=rows)
 
 
@@ -191,8 +196,9 @@ class Fair:
 
     def __init__(self) -> None:
         self.counters: dict[str | None, float] = {}
-        self._charged: dict[SequenceState, float] = {}
+        self._charged: dict[SequenceState, float] = {}  # who had a slot in the last turn, and what it has paid
         self._here: set[str | None] = set()
+        self._left = 0.0  # the counter of whoever left last
 
     def decide(self, view: View) -> Decision:
         self._charge(view.running)
@@ -204,52 +210,55 @@ class Fair:
             waiting.remove(least)
             admit.append(least)
             counters[least.user] += self.prompt_weight * len(least.prompt)
+        self._charged |= dict.fromkeys(admit, 0.0)
         return Decision(admit=admit, prefill=[*view.prefilling, *admit])
 
     def _charge(self, running: Sequence["SequenceState"]) -> None:
-        """For what was computed since the last turn. What ended in between was charged when it had a slot, but for
-        its last tokens."""
-        charged = {}
-        for one in running:
+        """For what was computed since the last turn, of those too that have ended by now."""
+        for one, paid in self._charged.items():
             computed = min(one.computed, len(one.prompt)) - one.cached
-            charged[one] = self.prompt_weight * computed + self.answer_weight * one.coming
-            gained = charged[one] - self._charged.get(one, 0.0)
-            self.counters[one.user] = self.counters.get(one.user, 0.0) + gained
-        self._charged = charged
+            owed = self.prompt_weight * computed + self.answer_weight * one.coming
+            self.counters[one.user] += owed - paid
+            self._charged[one] = owed
+        self._charged = {one: self._charged.get(one, 0.0) for one in running}
 
     def _lift(self, users: set[str | None]) -> None:
-        stayed = [self.counters[user] for user in users & self._here]
+        for user in self._here - users:
+            self._left = self.counters[user]
+        least = min((self.counters[user] for user in users & self._here), default=self._left)
         for user in users - self._here:
-            self.counters[user] = max(self.counters.get(user, 0.0), min(stayed, default=0.0))
+            self.counters[user] = max(self.counters.get(user, 0.0), least)
+        # Those who are away and would come back with the least need not be remembered.
+        self.counters = {user: count for user, count in self.counters.items() if user in users or count > least}
         self._here = users
 
 
 class Deadlines:
-    """The earliest deadline of a first token goes first; and while somebody is late with its next token, prompts get
-    few rows, so that decode turns are short.
+    """`slo`: the earliest deadline of a first token goes first; and while somebody's next token is late, prompts get
+    few rows, so that turns are short.
 
-    A request's own objectives count: `ttft_slo_s` from its arrival, `tpot_slo_s` a token from its first one on.
+    A request's own objectives count: `ttft_slo_s` from its arrival, by default `patience_s`, so that nobody starves;
+    `tpot_slo_s` from its last token.
     """
 
     uses = ("ttft_slo_s", "tpot_slo_s")
     preempts = False
-    beside = 32  # prompt rows beside somebody who is late
+    patience_s = 30.0
 
     def decide(self, view: View) -> Decision:
-        admit = sorted(view.waiting, key=deadline)[: view.free]
+        admit = sorted(view.waiting, key=self.deadline)[: view.free]
         late = any(self.late(one, view.now) for one in view.decoding)
-        prefill = sorted([*view.prefilling, *admit], key=deadline)
-        return Decision(admit=admit, prefill=prefill, prefill_rows=self.beside if late else Decision.prefill_rows)
+        prefill = sorted([*view.prefilling, *admit], key=self.deadline)
+        return Decision(admit=admit, prefill=prefill, prefill_rows=BESIDE if late else Decision.prefill_rows)
+
+    def deadline(self, sequence: "SequenceState") -> tuple[float, int]:
+        """Of its first token; then the order of arrival."""
+        wanted = self.patience_s if sequence.ttft_slo_s is None else sequence.ttft_slo_s
+        return sequence.metrics.arrival + wanted, sequence.arrived
 
     def late(self, sequence: "SequenceState", now: float) -> bool:
-        first, wanted = sequence.metrics.first_token, sequence.tpot_slo_s
-        return first is not None and wanted is not None and now > first + wanted * len(sequence.output)
-
-
-def deadline(sequence: "SequenceState") -> tuple[float, int]:
-    """Of its first token; then the order of arrival."""
-    wanted = math.inf if sequence.ttft_slo_s is None else sequence.ttft_slo_s
-    return sequence.metrics.arrival + wanted, sequence.arrived
+        tokens, wanted = sequence.metrics.tokens, sequence.tpot_slo_s
+        return bool(tokens) and wanted is not None and now > tokens[-1] + wanted
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -267,7 +276,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 def make_policy(name: str) -> Policy:
     """By its name, or from a user's own file: `path.py:Name`. Raises ValueError for what is neither."""
-    path, colon, attribute = name.rpartition(":")
+    path, colon, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     if colon and path.endswith(".py"):
         return _from_file(path, attribute)
     if name not in POLICIES:
@@ -280,6 +289,7 @@ def _from_file(path: str, attribute: str) -> Policy:
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ValueError(f"policy {path}:{attribute}: there is no file {path}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
     try:
         spec.loader.exec_module(module)
         policy = getattr(module, attribute)()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from batching.params import SamplingParams, as_int, as_number, as_token_ids
+from batching.params import SamplingParams, as_int, as_number, as_token_ids, within
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -49,9 +49,9 @@ class Request:
         if self.user is not None and not isinstance(self.user, str):
             raise ValueError(f"user must be a string, not {self.user!r}")
         for name in ("ttft_slo_s", "tpot_slo_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < as_number(value, name) < float("inf"):
-                raise ValueError(f"{name} must be more than 0 and finite, not {value}")
+            if getattr(self, name) is not None:
+                value = as_number(getattr(self, name), name)
+                object.__setattr__(self, name, float(within(value, 1e-9, 1e9, name, "in 1e-9 .. 1e9")))
         if self.predicted_tokens is not None:
             object.__setattr__(self, "predicted_tokens", as_int(self.predicted_tokens, "predicted_tokens"))
             if self.predicted_tokens < 0:

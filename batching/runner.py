@@ -15,6 +15,7 @@ from batching.programs import compile_copy, compile_programs, compile_sampling
 from batching.sequence import SequenceState
 from batching.step import EngineState, init_state, split_model
 from batching.turn import Turn
+from model.config import ModelConfig
 from model.kv_cache import cache_bytes
 from model.logits import SamplingState
 from model.transformer import Transformer
@@ -52,21 +53,21 @@ class Runner:
         )
         block_q = IMPLEMENTATIONS[self.attention].block_q
         # One program computes a row the same whatever is beside it; where all programs do, all may be used.
-        one = config.deterministic and not all_programs_agree(self.attention, config)
+        one = config.deterministic and not all_programs_agree(self.attention, model.config, config)
         self.shapes = PlanShapes.choose(config.slots, config.chunk_sizes, block_q, one=one)
-        self._copies = config.prefix_reuse
+        self.copies = config.prefix_reuse
         self.check(config)
         self._state: EngineState | None = None
         self.graph, self.weights = split_model(model)
         self.programs = compile_programs(self.graph, self.weights, self.state, self.shapes, self.attention, on_compile)
         self.sampling_programs = compile_sampling(self.state.sampling)
-        self._copy_prefix = compile_copy(self.state) if self._copies else None
+        self._copy_prefix = compile_copy(self.state) if self.copies else None
         self.cache_bytes = cache_bytes(self.state.cache)
         self.weight_bytes = sum(weight.nbytes for weight in self.weights)
 
     def check(self, config: EngineConfig) -> None:
         """Raises ValueError where a configuration asks for what these programs cannot do."""
-        if config.prefix_reuse and not self._copies:
+        if config.prefix_reuse and not self.copies:
             raise ValueError("prefix_reuse was off when the programs were compiled: there is none that copies rows")
         if not config.deterministic or self.shapes.block_q == 1:
             return
@@ -129,9 +130,10 @@ class Runner:
         self.state = replace(self.state, sampling=program(self.state.sampling, *arguments))
 
 
-def all_programs_agree(attention: str, config: EngineConfig) -> bool:
-    """Whether a row has the same bits in every program: where the kernels for CPUs compute all that sums."""
-    return attention == "cpu" and cpu.rows_invariant(DTYPES[config.dtype])
+def all_programs_agree(attention: str, model: ModelConfig, config: EngineConfig) -> bool:
+    """Whether a row has the same bits in every program: where the kernels for CPUs compute all that is not the same
+    for any number of rows. XLA's exact GELU is not."""
+    return attention == "cpu" and cpu.rows_invariant(DTYPES[config.dtype]) and model.activation != "gelu"
 
 
 def ready(sampled: Sampled) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from batching.params import check_lengths
 from batching.plan import FROM_DEVICE, NOT_FINITE, Chunk, PlanShapes, Sampled, build_plan
-from batching.policies import FACTS, Decision, Policy, View
+from batching.policies import Decision, Policy, View, check_facts
 from batching.prefix import Prefixes
 from batching.request import FinishReason, QueueFull
 from batching.sequence import SequenceState
@@ -47,10 +47,7 @@ class Scheduler:
         if any(other.group is not sequence.group for other in self._live.get(sequence.id, ())):
             raise ValueError(f"a request with id {sequence.id!r} is still running")
         check_lengths(len(sequence.prompt), sequence.params, max_len=self.max_len, max_queue=self.max_queue)
-        for name, default in FACTS.items():
-            if getattr(sequence, name) != default and name not in getattr(self.policy, "uses", ()):
-                policy = type(self.policy).__name__
-                raise ValueError(f"{name} is {getattr(sequence, name)!r}, but the policy {policy} does not look at it")
+        check_facts(sequence, self.policy)
 
     def submit(self, sequence: SequenceState) -> None:
         """Queue a request.
@@ -126,7 +123,7 @@ class Scheduler:
             self._preempt(sequence)
         self.prefixes.follow()
         self._admitted += self._admit(decision)
-        decode = [one for one in self.running if one.decoding] if decision.decode else []
+        decode = self._decoding() if decision.decode else []
         budget = min(self.shapes.budget(max(len(decode), decision.decode_rows)), decision.prefill_rows)
         chunks = self._chunks(decision, math.ceil(budget * decision.prefill_share))
         if not decode and not chunks:
@@ -135,11 +132,19 @@ class Scheduler:
             return None
         return self._turn(decision, decode, chunks, budget)
 
+    def _decoding(self) -> list[SequenceState]:
+        """Who can advance. Those with a grammar do so together, the few with the many: else their turns are halved."""
+        ready = [one for one in self.running if one.decoding]
+        bound = [one for one in self.running if one.grammar is not None]
+        if bound and sum(one.grammar is not None for one in ready) <= sum(one.in_flight > 0 for one in bound):
+            return [one for one in ready if one.grammar is None]
+        return ready
+
     def _view(self) -> View:
         return View(
             waiting=[one for one in self.waiting if not one.in_flight],  # else what it goes on from is not known yet
             prefilling=[one for one in self.running if one.prefilling],
-            decoding=[one for one in self.running if one.decoding],
+            decoding=self._decoding(),
             running=tuple(self.running),
             slots=self.shapes.slots,
             free=len(self.free),
@@ -155,7 +160,7 @@ class Scheduler:
     ) -> Turn:
         """Rows for these: they are on their way from here on."""
         decode_rows = [self._advance(sequence, (FROM_DEVICE,)) for sequence in decode]
-        prompt_rows = [self._prompt_rows(sequence, count) for sequence, count in chunks]
+        prompt_rows = [self._advance(one, one.tokens[one.computed : one.computed + count]) for one, count in chunks]
         plan = build_plan(
             self.shapes,
             decode_rows,
@@ -272,9 +277,6 @@ class Scheduler:
             budget -= self.shapes.padded(count)
             chunks.append((sequence, count))
         return chunks
-
-    def _prompt_rows(self, sequence: SequenceState, count: int) -> Chunk:
-        return self._advance(sequence, sequence.tokens[sequence.computed : sequence.computed + count])
 
     def _advance(self, sequence: SequenceState, tokens: Sequence[int]) -> Chunk:
         start = sequence.computed

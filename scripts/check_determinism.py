@@ -33,6 +33,13 @@ from scripts.jobs import warm_up
 from scripts.startup import make_engine
 
 STRANGERS = 6  # at most, in a schedule
+POLICIES = ("continuous", "static", "dynamic", "prefill_first", "decode_first", "shortest_first")
+DRAWS: tuple[dict[str, Any], ...] = (  # how the answers of one request after the other are drawn
+    dict(temperature=0.0),
+    dict(temperature=1.0),
+    dict(temperature=0.8, top_k=100, top_p=0.9),
+    dict(temperature=1.2, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.3),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Options:
     schedules: int = 64
     """So many ways to serve the same requests."""
     requests: int = 12
-    """Half of them greedy, half at temperature 1; a third begin alike."""
+    """Greedy ones and others drawn in several ways; a third begin alike."""
     prompt: int = 48
     """Most tokens of a prompt; they are random."""
     answer: int = 16
@@ -68,6 +75,8 @@ class Options:
             raise ValueError(
                 f"{self.requests} requests and {STRANGERS} others need more than max_queue {self.engine.max_queue}"
             )
+        if self.engine.max_len < 4:
+            raise ValueError(f"max_len must be at least 4, not {self.engine.max_len}")
         if not self.engine.deterministic:
             raise ValueError("deterministic cannot be off: this command compares it on and off")
 
@@ -113,8 +122,8 @@ def make_requests(options: Options, vocabulary: int) -> list[Request]:
         prompt = [*trunk[:shared], *(draw.randrange(vocabulary) for _ in range(length - shared))]
         params = SamplingParams(
             max_tokens=draw.randint(1, options.answer),
-            temperature=float(index % 2),
             seed=index,
+            **DRAWS[index % len(DRAWS)],
             logprobs=5,
             prompt_logprobs=2 if index % 4 == 3 else None,
             ignore_eos=True,
@@ -174,8 +183,8 @@ def logprobs_of(output: Output) -> np.ndarray:
 
 def serve(engine: Engine, requests: list[Request], draw: random.Random) -> list[Output]:
     """The outputs of the requests, under a schedule that `draw` makes up."""
-    changes: dict[str, Any] = {"policy": draw.choice(["continuous", "static"]), "run_ahead": draw.randint(0, 3)}
-    if engine.config.prefix_reuse or engine.runner.shapes.block_q == 1:
+    changes: dict[str, Any] = {"policy": draw.choice(POLICIES), "run_ahead": draw.randint(0, 3)}
+    if engine.runner.copies:
         changes["prefix_reuse"] = draw.random() < 0.5
     engine.reconfigure(**changes)
     engine.scheduler.prefixes.forget()

@@ -1,5 +1,6 @@
 """What each policy decides, turn by turn, on the fake device; and policies from files."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,48 @@ def test_absence_earns_nothing():
     assert served.ended == ["a0", "a1", "a2", "b0", "a3", "b1", "b2"]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_fair_charges_what_ends_in_the_turn_that_admits_it(ahead):
+    engine = fake_engine(slots=1, run_ahead=ahead, policy="fair", prefix_reuse=False)
+    for user, count in (("a", 6), ("b", 3)):
+        for index in range(count):
+            engine.submit(replace(request_of(f"{user}{index}", prompt_of(9, index), max_tokens=1), user=user))
+    order = [output.id for output in finish(engine)]
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4", "a5"]
+
+
+def test_fair_does_not_hold_a_past_against_somebody_when_all_were_away():
+    served = Turns("fair", slots=1)
+    served.submit(*(one(f"a{index}", 30, 9, user="a") for index in range(5)))
+    served.finish()
+    served.submit(*(one(f"c{index}", 10, 5, user="c") for index in range(6)), one("a late", 10, 5, user="a"))
+    served.finish()
+    assert served.ended.index("a late") < served.ended.index("c1")
+
+
+def test_fair_forgets_users_who_are_away():
+    served = Turns("fair", slots=1)
+    for index in range(30):
+        served.submit(one(str(index), 5, 2, user=str(index)))
+        served.finish()
+    assert len(served.scheduler.policy.counters) <= 2
+
+
+def test_slo_lets_nobody_starve():
+    """One without an objective, beside a trickle of others that have one."""
+    clock = [0.0]
+    served = Turns("slo", slots=1, now=lambda: clock[0])
+    served.submit(one("none", 4, 2))
+    served.submit(one("0", 4, 2, ttft_slo_s=10.0))
+    for index in range(1, 60):
+        clock[0] = float(index)
+        made = one(str(index), 4, 2, ttft_slo_s=10.0)
+        made.metrics.arrival = clock[0]
+        served.submit(made)
+        served.turn()
+    assert "none" in served.ended
+
+
 def test_slo_takes_the_earliest_deadline():
     served = Turns("slo", slots=1, now=lambda: 0.0)
     served.submit(one("none", 4, 2), one("later", 4, 2, ttft_slo_s=9.0), one("soon", 4, 2, ttft_slo_s=3.0))
@@ -153,6 +196,16 @@ def test_a_policy_of_ones_own_in_a_file():
     assert [output.id for output in outputs] == ["3", "2", "1", "0"]
     for output in outputs:
         assert output.token_ids == expected_of(requests[int(output.id)])
+
+
+def test_a_file_may_use_all_of_python():
+    assert make_policy(f"{OWN}:Typed").rows == 7
+
+
+@pytest.mark.parametrize("name", [None, 3, OWN])
+def test_what_is_no_name(name):
+    with pytest.raises(ValueError, match="is not one of"):
+        EngineConfig(policy=name)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def undisturbed(compiled):
 
 def across_shapes(compiled, undisturbed, schedule):
     engine = compiled.engine(schedule.config())
-    agree = all_programs_agree(engine.runner.attention, engine.config)
+    agree = all_programs_agree(engine.runner.attention, engine.model_config, engine.config)
     check(serve(engine, schedule), undisturbed[None], tolerance=0 if agree else ACROSS)
 
 

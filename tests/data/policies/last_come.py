@@ -1,6 +1,10 @@
 """A policy of a user's own: last come, first served, and nobody decodes beside more than one prompt."""
 
-from batching.policies import Decision
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batching.policies import Decision, View
 
 
 class LastCome:
@@ -19,3 +23,14 @@ class Broken:
 
 class Empty:
     pass
+
+
+@dataclass
+class Typed:
+    """With annotations that are read later."""
+
+    rows: int = 7
+
+    def decide(self, view: View) -> Decision:
+        admit = view.waiting[: view.free]
+        return Decision(admit=admit, prefill=[*view.prefilling, *admit], prefill_rows=self.rows)
