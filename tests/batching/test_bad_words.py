@@ -70,6 +70,7 @@ def test_bad_words_in_the_default_model_s_tokens(smollm2):
     assert spelt(smollm2.tokenizer, "The cat", "xy") == [["The", "Ġcat"], ["ĠThe", "Ġcat"], ["xy"], ["Ġxy"]]
 
 
+@pytest.mark.slow
 def test_the_default_model_never_says_a_bad_word(smollm2):
     """It is made to want nothing else, at the start of the text and after a space."""
     config = EngineConfig(slots=2, max_len=64, chunk_sizes=(16,))

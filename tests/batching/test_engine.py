@@ -82,7 +82,10 @@ def test_tokens_do_not_depend_on_the_schedule(tiny, alone, slots, attention, chu
     assert {name: output.token_ids for name, output in outputs.items()} == expected
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mixtral_moe", "olmo2_postnorm"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral_moe", "olmo2_postnorm")]
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", *SLOW])
 def test_other_families_beside_each_other(name):
     """Windows, experts and post norms under a schedule too."""
     model = load(DATA / name).model

@@ -48,11 +48,11 @@ def serve(model, requests, reuse, **how):
     ("name", "slots", "chunk", "attention"),
     [
         ("llama_tied_gqa4", 1, 16, None),
-        ("llama_tied_gqa4", 3, 64, None),
+        pytest.param("llama_tied_gqa4", 3, 64, None, marks=pytest.mark.slow),
         ("llama_tied_gqa4", 8, 16, None),
-        ("llama_tied_gqa4", 5, 32, "xla"),
+        pytest.param("llama_tied_gqa4", 5, 32, "xla", marks=pytest.mark.slow),
         ("gemma3_text", 4, 32, None),
-        ("mixtral_moe", 4, 32, None),
+        pytest.param("mixtral_moe", 4, 32, None, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_the_same_with_and_without(name, slots, chunk, attention, temperature):

@@ -49,7 +49,10 @@ def test_nothing_compiles_after_warm_up(attention, programs):
     assert compiled == []
 
 
-@pytest.mark.parametrize("name", ["llama_tied_gqa4", "mistral_window", "mixtral_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama_tied_gqa4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_window", "mixtral_moe"))],
+)
 def test_no_step_copies_the_cache(name):
     """By the compiler's own account: the cache is aliased, and temporaries are smaller than one layer's keys."""
     model = load(DATA / name).model

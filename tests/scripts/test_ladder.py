@@ -53,7 +53,9 @@ def test_every_stage_changes_one_thing():
         assert set(changed) >= {"name", "what"}
 
 
-@pytest.mark.parametrize(("prefix", "stages"), [("0", NAMES[:-1]), ("4", NAMES[:-1]), ("17", NAMES)])
+@pytest.mark.parametrize(
+    ("prefix", "stages"), [("0", NAMES[:-1]), pytest.param("4", NAMES[:-1], marks=pytest.mark.slow), ("17", NAMES)]
+)
 def test_all_stages_run_and_give_the_same_tokens(prefix, stages, tmp_path, capsys):
     """With prefix reuse where prompts share enough."""
     lengths = [*FEW[:2], "--prompt", "17", "30", *FEW[5:]]

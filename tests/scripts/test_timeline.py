@@ -41,7 +41,7 @@ def timed_engine(seconds=10.0, **config):
     """Its device takes so long for a turn, on a clock of whole seconds."""
     engine = fake_engine(**{"attention": "xla", "prefix_reuse": False} | config)
     clock, compute, free = Clock(), engine.run, 0.0
-    engine.scheduler.clock = clock
+    engine.scheduler.clock = engine.scripted = clock
 
     def run(turn):
         nonlocal free
@@ -58,7 +58,7 @@ def submit(engine, *requests):
         engine.submit(request)
         for sequence in engine.scheduler.waiting:
             if sequence.id == request.id:
-                sequence.metrics.arrival = engine.scheduler.clock.now
+                sequence.metrics.arrival = engine.scripted.now
 
 
 def grid(timeline):
@@ -111,17 +111,17 @@ def test_who_had_which_slot(run_ahead):
         # plan, launch, launched, wait, ready, committed; the device has a turn for 10 s from its launch on.
         (
             0,
-            [(1, 3, 4, 5, 14, 16), (17, 18, 19, 20, 29, 32)],
-            [(4, 14), (19, 29)],
-            [(1, 4), (14, 19)],
-            {"wall_s": 30, "host_s": 10, "device_s": 20, "gap_s": 8},
+            [(1, 4, 5, 6, 15, 17), (18, 20, 21, 22, 31, 34)],
+            [(5, 15), (21, 31)],
+            [(1, 5), (15, 21)],
+            {"wall_s": 32, "host_s": 12, "device_s": 20, "gap_s": 10},
         ),
         (
             1,
-            [(1, 3, 4, 8, 14, 16), (5, 6, 7, 18, 24, 27)],
-            [(4, 14), (14, 24)],
-            [(1, 4)],
-            {"wall_s": 26, "host_s": 10, "device_s": 20, "gap_s": 3},
+            [(1, 4, 5, 10, 15, 17), (6, 8, 9, 20, 25, 28)],
+            [(5, 15), (15, 25)],
+            [(1, 5)],
+            {"wall_s": 27, "host_s": 12, "device_s": 20, "gap_s": 4},
         ),
     ],
 )

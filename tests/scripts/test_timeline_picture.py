@@ -62,7 +62,7 @@ def check_trace(written):
 
 @pytest.mark.parametrize(
     ("run_ahead", "device", "gaps"),
-    [(0, [(4, 14), (19, 29)], [(1, 4), (14, 19)]), (1, [(4, 14), (14, 24)], [(1, 4)])],
+    [(0, [(5, 15), (21, 31)], [(1, 5), (15, 21)]), (1, [(5, 15), (15, 25)], [(1, 5)])],
 )
 def test_the_tracks_of_a_run(run_ahead, device, gaps):
     """The turns of `test_times`: one request, two chunks, and its only token."""
