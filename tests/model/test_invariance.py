@@ -86,7 +86,15 @@ def check_same(outputs, expected, label):
 
 
 # One of each kind of layer; the others differ from these in their numbers.
-QUICK = {"gemma2", "gemma3_text", "llama_tied_gqa4", "olmo2_postnorm", "llama_mha_bias", "qwen3_moe_mixed", "qwen3_qknorm"}
+QUICK = {
+    "gemma2",
+    "gemma3_text",
+    "llama_tied_gqa4",
+    "olmo2_postnorm",
+    "llama_mha_bias",
+    "qwen3_moe_mixed",
+    "qwen3_qknorm",
+}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(FAMILIES) - QUICK)]
 
 
