@@ -79,6 +79,11 @@ class Runner:
             raise ValueError(f"deterministic goes without the policy {config.policy!r} here: {reason}")
 
     @property
+    def model(self) -> Transformer:
+        """The model, for another engine on the same weights."""
+        return self.graph.model(self.weights)
+
+    @property
     def state(self) -> EngineState:
         """What the turns launched so far leave on the device; made afresh where a failure took it."""
         if self._state is None:

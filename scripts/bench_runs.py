@@ -11,10 +11,11 @@ from rich.console import Console
 
 from batching import Engine, EngineConfig, Output, Request, SamplingParams
 from batching.plan import BatchPlan
-from batching.policies import make_policy
+from batching.policies import FACTS, make_policy
 from scripts.bench_report import Configuration, Ran
 from scripts.command import Refused, Report
 from scripts.display import CompileDisplay, RunDisplay
+from scripts.fleet import facts
 from scripts.jobs import Job, read_jobs, serve
 from scripts.limits import Work
 from scripts.metrics import Outcome, Served
@@ -90,11 +91,6 @@ def is_item(line: bytes) -> bool:
     return True
 
 
-def uses_priority(policy: str) -> bool:
-    """Whether a policy looks at priorities: others refuse requests that have one."""
-    return "priority" in getattr(make_policy(policy), "uses", ())
-
-
 def make_engines(
     model: str, configs: Sequence[EngineConfig], policies: Sequence[str], console: Console
 ) -> dict[str, tuple[Engine, dict[str, Any]]]:
@@ -126,7 +122,6 @@ def described(config: EngineConfig, name: str) -> str:
 def further_engine(first: Engine, config: EngineConfig, console: Console) -> tuple[Engine, dict[str, Any]]:
     """On the weights of the first. Raises Refused."""
     start = time.monotonic()
-    model = first.runner.graph.model(first.runner.weights)
     with CompileCounts() as counts, CompileDisplay(console) as display:
 
         def on_compile(done: int, of: int, seconds: float) -> None:
@@ -134,7 +129,9 @@ def further_engine(first: Engine, config: EngineConfig, console: Console) -> tup
             display.show(done, of, counts.seconds)
 
         try:
-            engine = Engine(model, config, tokenizer=first.tokenizer, eos_ids=first.eos_ids, on_compile=on_compile)
+            engine = Engine(
+                first.runner.model, config, tokenizer=first.tokenizer, eos_ids=first.eos_ids, on_compile=on_compile
+            )
         except ValueError as error:
             raise Refused(str(error)) from error
     taken = {"load_s": time.monotonic() - start - counts.seconds, "compile_s": counts.seconds}
@@ -184,7 +181,7 @@ def serve_workload(
 
 def for_policy(job: Job, policy: str) -> Request:
     assert job.request is not None
-    return job.request if uses_priority(policy) else replace(job.request, priority=0)
+    return replace(job.request, **FACTS | facts(job.request, make_policy(policy)))
 
 
 def sample_name(output: Output) -> str:

@@ -91,8 +91,7 @@ def check(options: Options, console: Console, report: Report) -> int:
     """The exit status."""
     check_targets({}, {"--json": options.json})
     on, _ = make_engine(options.model, options.engine, console)
-    model = on.runner.graph.model(on.runner.weights)
-    off = Engine(model, dataclasses.replace(options.engine, deterministic=False))
+    off = Engine(on.runner.model, dataclasses.replace(options.engine, deterministic=False))
     requests = make_requests(options, on.model_config.vocab_size)
     engines = {"on": on, "off": off}
     found = {name: distinct(engine, options, requests, console, name) for name, engine in engines.items()}

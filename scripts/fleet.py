@@ -10,7 +10,7 @@ import numpy as np
 from batching.params import SamplingParams
 from batching.policies import FACTS, Policy
 from batching.prefix import WORTHWHILE, common
-from batching.request import Metrics
+from batching.request import Metrics, Request
 from batching.sequence import SequenceState
 from scripts.metrics import Outcome, Served
 from scripts.replica import LengthsOnly, Replica
@@ -169,8 +169,8 @@ class Fleet:
         self.served.append(Served(item.id, metrics.arrival, times, end, count, outcome, *slos))
 
 
-def facts(item: Item, policy: Policy) -> dict[str, Any]:
-    """Of what an item tells policies, what this one looks at: the rest is refused where it is handed on."""
+def facts(item: Item | Request, policy: Policy) -> dict[str, Any]:
+    """Of what a request tells policies, what this one looks at: the rest is refused where it is handed on."""
     return {name: getattr(item, name) for name in FACTS if name in getattr(policy, "uses", ())}
 
 

@@ -167,9 +167,8 @@ def run_case(
 ) -> dict[str, Any]:
     """Serve it both ways. An engine of other slots is made when it is needed first."""
     if case.slots not in engines:
-        runner = measured.engine.runner
         config = dataclasses.replace(options.engine, slots=case.slots)
-        engines[case.slots] = Engine(runner.graph.model(runner.weights), config)
+        engines[case.slots] = Engine(measured.engine.runner.model, config)
         warm_up(engines[case.slots])
     engine = engines[case.slots]
     engine.reconfigure(policy=case.policy, run_ahead=case.run_ahead)
