@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[1]
-# Colours that all eyes tell apart (Okabe and Ito, 2008).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Colours that all eyes tell apart (Okabe and Ito, 2008), and two more: as many as there are policies.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B", "#999999")
 NO_WORK = Work()
-LINES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"
+LINES, MARKERS = ("-", "--", ":", "-."), "osD^vPX*p"
 MOST_NAMED = 8  # requests that a line names
 MOST_COLUMNS = 3  # of a table
 

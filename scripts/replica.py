@@ -237,7 +237,10 @@ class Replica:
         host = self._cost.host
         launch_s = host.launch.at(load.sampled)
         launched = self.host + (host.plan.at(load.sampled) + launch_s)
-        return launched, max(launched, self._device) + max(seconds - launch_s, 0.0)
+        computing = max(seconds - launch_s, 0.0)
+        if host.shared and self._device > self.host:
+            computing += launch_s
+        return launched, max(launched, self._device) + computing
 
     def _commit(self, launched: bool) -> list[SequenceState]:
         """The oldest turn in flight, unless the device may be left further behind."""

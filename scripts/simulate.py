@@ -115,6 +115,7 @@ def _run(command: Record | Simulate | Validation, console: Console) -> int:
     else:
         check_targets({}, {"--json": command.json})
         figures = validate(command, console)
+        console.print(residuals_table(figures["residuals"]))
         console.print(validation_table(figures))
         write_json(command.json, figures)
     return 0

@@ -12,7 +12,9 @@ Or written by hand for a device that is not here; `config` is a model's config.j
     {"kind": "roofline", "config": "config.json", "flops_per_s": 9.9e14, "bytes_per_s": 4.8e12, "itemsize": 2,
      "overhead_s": 2e-4, "host": {"plan": [2e-4, 0], "launch": [1e-4, 0], "commit": [1e-4, 0]}}
 
-Each of `host` is [seconds, seconds a sampled row]; `about` may say how the engine is set, for a simulation's defaults.
+Each of `host` is [seconds, seconds a sampled row], and `"shared": true` beside them says that the device is the host's
+own cores, so that running ahead does not hide a launch. `about` may say how the engine is set, for a simulation's
+defaults.
 """
 
 import json
@@ -75,6 +77,7 @@ class HostCost(NamedTuple):
     plan: Line = Line()  # all it does from one turn's commit to the next one's launch
     launch: Line = Line()
     commit: Line = Line()
+    shared: bool = False  # the device is the host's own cores: a launch takes of its time too
 
 
 NO_HOST = HostCost()
@@ -229,7 +232,11 @@ def _host(value: Mapping[str, Any]) -> HostCost:
     given = value.get("host", {})
     if unknown := sorted(set(given) - set(HostCost._fields)):
         raise ValueError(f"host has {unknown}; known are {list(HostCost._fields)}")
-    for name, line in given.items():
+    lines = {name: line for name, line in given.items() if name != "shared"}
+    for name, line in lines.items():
         if not isinstance(line, list | tuple) or len(line) != 2:
             raise ValueError(f"host.{name} must be two numbers, not {line!r}")
-    return HostCost(**{name: Line(*(_number(one, f"host.{name}") for one in line)) for name, line in given.items()})
+    if not isinstance(shared := given.get("shared", False), bool):
+        raise ValueError(f"host.shared must be true or false, not {shared!r}")
+    found = {name: Line(*(_number(one, f"host.{name}") for one in line)) for name, line in lines.items()}
+    return HostCost(**found, shared=shared)

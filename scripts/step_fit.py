@@ -59,7 +59,8 @@ class TurnRecorder:
 def fit(records: Sequence[TurnRecord], about: Mapping[str, Any] | None = None) -> FittedCost:
     """By least squares without negative terms: the turns of a program take in sum as long as they took.
 
-    A program with few turns has the slope that all programs share. Raises ValueError where there are no turns.
+    A program with few turns has the slope that all programs share; `about` says where they were measured. Raises
+    ValueError where there are no turns.
     """
     if not records:
         raise ValueError("no turn was measured: there is nothing to fit")
@@ -71,7 +72,7 @@ def fit(records: Sequence[TurnRecord], about: Mapping[str, Any] | None = None) -
     shared = _shared_slope(by_shape)
     programs = {shape: _program(group, shared) for shape, group in by_shape.items()}
     plane = _solve([[1.0, s.rows, s.head_rows] for s in programs], [line.constant for line in programs.values()])
-    host = HostCost(*(_host_line(records, name) for name in HOST))
+    host = HostCost(*(_host_line(records, name) for name in HOST), shared=(about or {}).get("platform") == "cpu")
     cost = FittedCost(programs, host)
     copying = [record for record in records if record.load.copied]
     off = [record.seconds - predicted(cost, record.load) for record in copying]

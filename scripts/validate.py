@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from scripts.open_loop import serve_items
 from scripts.replica import Replica, Setup
 from scripts.startup import make_engine
 from scripts.step_cost import FittedCost, StepCost
-from scripts.step_fit import TurnRecord, TurnRecorder, fit, residuals, residuals_table
+from scripts.step_fit import TurnRecord, TurnRecorder, fit, residuals
 from scripts.ticker import Ticker
 from scripts.traces import Item
 
@@ -38,12 +39,18 @@ COMPARED = (
 
 @dataclass(frozen=True)
 class Validation:
-    """Fit the cost of a turn to one workload, serve others on the engine and by the simulator, and compare."""
+    """Fit the cost of a turn to one workload, serve others on the engine and by the simulator, and compare.
+
+    The machine's own speed may drift by more than a simulation is off. So every other workload is served between two
+    runs of the one that the cost is fitted to, and all of it several times.
+    """
 
     model: str = "smollm2-135m-instruct"
     """A known name, a folder, a .gguf file, or a model of the Hugging Face hub."""
     requests: int = 40
     """Of each workload."""
+    repeat: int = 3
+    """How often every workload is served."""
     load: float = 0.6
     """Requests arrive at this share of the rate that the engine is thought to keep up with."""
     seed: int = 0
@@ -56,8 +63,9 @@ class Validation:
     """How requests are served; policy, run_ahead and slots are varied."""
 
     def __post_init__(self) -> None:
-        if self.requests < 1:
-            raise ValueError(f"requests must be at least 1, not {self.requests}")
+        for name in ("requests", "repeat"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.load < 1:
             raise ValueError(f"load must be above 0 and below 1, not {self.load}")
         if self.engine.slots < 2 or self.engine.max_len < 32:
@@ -73,8 +81,9 @@ class Lengths(NamedTuple):
     answer: tuple[int, int]
 
 
-class Case(NamedTuple):
-    """A workload and an engine that differ from what the cost was fitted to."""
+@dataclass
+class Case:
+    """A workload and an engine that differ from what the cost was fitted to, and how that went."""
 
     name: str
     lengths: Lengths
@@ -82,6 +91,16 @@ class Case(NamedTuple):
     policy: str = "continuous"
     run_ahead: int = 0
     load: float = 1.0  # times that of the options
+    items: Sequence[Item] = ()
+    runs: list["Run"] = field(default_factory=list)
+
+
+class Run(NamedTuple):
+    """Summaries of a workload that was served both ways, and how far off the cost of its turns alone is."""
+
+    real: dict[str, Any]
+    simulated: dict[str, Any]
+    turns_alone: dict[str, float] | None = None
 
 
 class Measured(NamedTuple):
@@ -89,7 +108,6 @@ class Measured(NamedTuple):
     records: list[TurnRecord]
     residuals: dict[str, Any]
     served: list[Served]
-    engine: Engine
 
 
 def measured_cost(
@@ -98,17 +116,24 @@ def measured_cost(
     """Serve a workload one turn at a time, and fit. Raises Refused if nothing could be served."""
     engine, _ = make_engine(model, config, console)
     warm_up(engine)
-    recorder = TurnRecorder(config.slots)
-    engine.on_turn = recorder
+    served, records = recorded(engine, items, on_progress)
+    if not records:
+        raise Refused("no request of the workload could be served")
+    cost = fit(records, about(model, engine))
+    return Measured(cost, records, residuals(cost, records), served)
+
+
+def recorded(
+    engine: Engine, items: Sequence[Item], on_progress: Callable[[int, float], None]
+) -> tuple[list[Served], list[TurnRecord]]:
+    """How a workload went. With turns in flight the records mean nothing."""
+    engine.scheduler.prefixes.forget()
+    recorder = engine.on_turn = TurnRecorder(engine.config.slots)
     try:
         served = serve_items(engine, items, on_wake=recorder.wake, on_progress=on_progress)
     finally:
         engine.on_turn = None
-    records = recorder.records()
-    if not records:
-        raise Refused("no request of the workload could be served")
-    cost = fit(records, about(model, engine))
-    return Measured(cost, records, residuals(cost, records), served, engine)
+    return served, recorder.records()
 
 
 def about(model: str, engine: Engine) -> dict[str, Any]:
@@ -128,82 +153,107 @@ def validate(options: Validation, console: Console) -> dict[str, Any]:
     answer before asking on: few and many rows, prompts beside answers. `turns_alone`: how far off the cost of turns is
     in a case where they do not overlap; what a simulation is off beyond that is its own fault.
     """
-    start, limit = time.perf_counter(), options.engine.max_len
-    usual = Lengths((max(1, limit // 128), limit // 4), (2, limit // 10))
-    long = Lengths((limit // 5, limit // 2), (2, limit // 16))
+    start = time.perf_counter()
     draw = random.Random(options.seed)
-    fitted_to = users(draw, options.requests, options.engine.slots + 2, usual)
-    with Ticker(console, "measuring", len(fitted_to)) as ticker:
-        measured = measured_cost(options.model, options.engine, fitted_to, console, ticker.update)
-    console.print(residuals_table(measured.residuals))
-    engines = {options.engine.slots: measured.engine}
-    slots = options.engine.slots
-    cases = [
-        Case("half the rate", usual, slots, load=0.5),
-        Case("long prompts", long, slots, run_ahead=1),
-        Case("half the slots", usual, slots // 2),
-        Case("static", usual, slots, policy="static", run_ahead=1),
-    ]
-    itself = [compare("as measured", measured.served, fitted_to, measured.cost, measured.engine)]
-    shown = [*itself, *(run_case(case, options, draw, measured, engines, console) for case in cases)]
-    return system_figures(options.model, measured.engine) | {
+    fitted, *cases = make_cases(options, draw)
+    engine, _ = make_engine(options.model, options.engine, console)
+    engines = {fitted.slots: engine}
+    for slots in {case.slots for case in cases} - {fitted.slots}:
+        engines[slots] = Engine(engine.runner.model, dataclasses.replace(options.engine, slots=slots))
+    for one in engines.values():
+        warm_up(one)
+    ran = [_recorded(fitted, engine, console)]
+    cost = fit(ran[0][1], about(options.model, engine))
+    for case in cases:
+        case.items = arrivals(case, options, draw, cost, engines[case.slots])
+    for case in cases * options.repeat:
+        real, records = _recorded(case, engines[case.slots], console)
+        ran.append(_recorded(fitted, engine, console))
+        (served, before), (_, after) = ran[-2:]
+        cost = fit(before + after, cost.about)
+        alone = None if case.run_ahead else residuals(cost, records)["all"]
+        case.runs.append(Run(summary(real), summary(simulated(case, cost, engines[case.slots])), alone))
+        fitted.runs.append(Run(summary(served), summary(simulated(fitted, cost, engine))))
+    everything = [record for _, records in ran for record in records]
+    cost = fit(everything, cost.about)
+    shown = [compared(one) for one in (fitted, *cases)]
+    return system_figures(options.model, engine) | {
         "requests": options.requests,
+        "repeat": options.repeat,
         "load": options.load,
-        "residuals": measured.residuals,
-        "cost": measured.cost.to_json(),
+        "residuals": residuals(cost, everything),
+        "cost": cost.to_json(),
         "cases": shown,
         "met": all(one["met"] for case in shown[1:] for one in case["compared"]),
         "seconds": time.perf_counter() - start,
     }
 
 
-def run_case(
-    case: Case,
-    options: Validation,
-    draw: random.Random,
-    measured: Measured,
-    engines: dict[int, Engine],
-    console: Console,
-) -> dict[str, Any]:
-    """Serve it both ways. An engine of other slots is made when it is needed first."""
-    if case.slots not in engines:
-        config = dataclasses.replace(options.engine, slots=case.slots)
-        engines[case.slots] = Engine(measured.engine.runner.model, config)
-        warm_up(engines[case.slots])
-    engine = engines[case.slots]
+def make_cases(options: Validation, draw: random.Random) -> list[Case]:
+    """First the one that the cost is fitted to. Answers have 16 of 512 tokens at least: the time per token of a shorter
+    one is that of a few turns, which depend on who came a moment earlier.
+    """
+    limit, slots = options.engine.max_len, options.engine.slots
+    usual = Lengths((max(1, limit // 128), limit // 4), (max(2, limit // 32), limit // 8))
+    long = Lengths((limit // 5, limit // 2), (max(2, limit // 32), limit // 16))
+    fitted_to = users(draw, options.requests, slots + 2, usual)
+    return [
+        Case("as measured", usual, slots, items=fitted_to),
+        Case("half the rate", usual, slots, load=0.5),
+        Case("long prompts", long, slots, run_ahead=1),
+        Case("half the slots", usual, slots // 2),
+        Case("static", usual, slots, policy="static", run_ahead=1),
+    ]
+
+
+def arrivals(case: Case, options: Validation, draw: random.Random, cost: StepCost, engine: Engine) -> list[Item]:
+    """Its requests, at a rate that the engine can keep up with."""
+    at_once = dataclasses.replace(case, items=poisson(draw, options.requests, case.lengths, None))
+    capacity = summary(simulated(at_once, cost, engine))["requests_per_s"]
+    return poisson(draw, options.requests, case.lengths, options.load * case.load * capacity)
+
+
+def _recorded(case: Case, engine: Engine, console: Console) -> tuple[list[Served], list[TurnRecord]]:
     engine.reconfigure(policy=case.policy, run_ahead=case.run_ahead)
-    engine.scheduler.prefixes.forget()
-    at_once = poisson(draw, options.requests, case.lengths, None)
-    capacity = summary(simulated(at_once, measured.cost, engine))["requests_per_s"]
-    items = poisson(draw, options.requests, case.lengths, options.load * case.load * capacity)
-    recorder = engine.on_turn = TurnRecorder(case.slots)
-    with Ticker(console, case.name, len(items)) as ticker:
-        real = serve_items(engine, items, on_wake=recorder.wake, on_progress=ticker.update)
-    engine.on_turn = None
-    alone = None if case.run_ahead else residuals(measured.cost, recorder.records())["all"]
-    return compare(case.name, real, items, measured.cost, engine) | {"turns_alone": alone}
+    with Ticker(console, case.name, len(case.items)) as ticker:
+        return recorded(engine, case.items, ticker.update)
 
 
-def compare(name: str, real: Sequence[Served], items: Sequence[Item], cost: StepCost, engine: Engine) -> dict[str, Any]:
-    """What the engine took, and what a simulation of it says."""
-    figures = {"real": summary(real), "simulated": summary(simulated(items, cost, engine))}
-    compared = []
+def compared(case: Case) -> dict[str, Any]:
+    """What the engine took and what simulations of it say: medians of the runs, and of their ratios.
+
+    `itself`: how far the engine's own runs are from each other, as a share of their median.
+    """
+    rows = []
     for label, figure, percentile, most in COMPARED:
-        there, here = (one[figure] if percentile is None else one[figure][percentile] for one in figures.values())
-        off = None if not there or here is None else here / there - 1
-        met = off is not None and abs(off) <= most
-        compared.append({"figure": label, "real": there, "simulated": here, "off": off, "met": met})
-    config = engine.config
-    how = {"slots": config.slots, "policy": config.policy, "run_ahead": config.run_ahead}
-    return {"name": name} | how | {"compared": compared} | figures
+        pairs = [
+            [one[figure] if percentile is None else one[figure][percentile] for one in run[:2]] for run in case.runs
+        ]
+        there, here = (statistics.median(one) for one in zip(*pairs, strict=True))
+        off = sorted(here / there - 1 for there, here in pairs)
+        real = [there for there, _ in pairs]
+        rows.append(
+            {
+                "figure": label,
+                "real": there,
+                "simulated": here,
+                "off": statistics.median(off),
+                "lowest": off[0],
+                "highest": off[-1],
+                "itself": (max(real) - min(real)) / there,
+                "met": abs(statistics.median(off)) <= most,
+            }
+        )
+    how = {"name": case.name, "slots": case.slots, "policy": case.policy, "run_ahead": case.run_ahead}
+    return how | {"compared": rows, "runs": [run._asdict() for run in case.runs]}
 
 
-def simulated(items: Sequence[Item], cost: StepCost, engine: Engine) -> list[Served]:
-    """The items by an engine that is set like this one."""
+def simulated(case: Case, cost: StepCost, engine: Engine) -> list[Served]:
+    """Its requests by an engine that is set like this one, with the case's policy."""
     config = engine.config
-    setup = Setup(engine.runner.shapes, config.max_len, config.max_queue, config.run_ahead, config.prefix_reuse)
+    setup = Setup(engine.runner.shapes, config.max_len, config.max_queue, case.run_ahead, config.prefix_reuse)
     vocabulary = engine.model_config.vocab_size if config.prefix_reuse else None
-    return Fleet(items, [Replica(setup, cost, make_policy(config.policy))], RoundRobin(), vocabulary).run()
+    return Fleet(case.items, [Replica(setup, cost, make_policy(case.policy))], RoundRobin(), vocabulary).run()
 
 
 def poisson(draw: random.Random, count: int, lengths: Lengths, per_s: float | None) -> list[Item]:
@@ -229,17 +279,19 @@ def users(draw: random.Random, count: int, most: int, lengths: Lengths) -> list[
 
 def validation_table(figures: dict[str, Any]) -> Table:
     """A line per case and figure."""
-    table = Table("", "", "engine", "simulated", "off", "")
+    table = Table("", "", "engine", "runs differ by", "simulated", "off", "lowest, highest", "")
     for case in figures["cases"]:
         settings = f"{case['slots']} slots, {case['run_ahead']} ahead"
         names = iter((case["name"], settings))
         for one in case["compared"]:
-            off = "-" if one["off"] is None else f"{one['off']:+.1%}"
-            values = ("-" if one[name] is None else f"{one[name]:.4g}" for name in ("real", "simulated"))
-            table.add_row(next(names, ""), one["figure"], *values, off, "" if one["met"] else "missed")
-        if (alone := case.get("turns_alone")) is not None:
-            seconds = alone["mean_s"], alone["mean_s"] * (1 + alone["total_off"])
-            table.add_row("", "a turn, s", *(f"{one:.4g}" for one in seconds), f"{alone['total_off']:+.1%}", "")
+            off = f"{one['off']:+.1%}", f"{one['lowest']:+.1%}, {one['highest']:+.1%}"
+            real, here = f"{one['real']:.4g}", f"{one['simulated']:.4g}"
+            met = "" if one["met"] else "missed"
+            table.add_row(next(names, ""), one["figure"], real, f"{one['itself']:.1%}", here, *off, met)
+        if alone := [run["turns_alone"] for run in case["runs"] if run["turns_alone"] is not None]:
+            seconds, off = (statistics.median(one[name] for one in alone) for name in ("mean_s", "total_off"))
+            table.add_row("", "a turn, s", f"{seconds:.4g}", "", f"{seconds * (1 + off):.4g}", f"{off:+.1%}", "", "")
         table.add_section()
-    table.caption = f"the first case is what the cost was fitted to; {figures['seconds']:.0f} s in all"
+    how = f"medians of {figures['repeat']}; the first case is what the cost was fitted to"
+    table.caption = f"{how}; {figures['seconds']:.0f} s in all"
     return table

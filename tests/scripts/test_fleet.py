@@ -49,6 +49,19 @@ def test_one_turn_ahead_the_host_is_hidden():
     assert times(served) == {"a": [1.25, 2.25, 3.25, 4.25]}
 
 
+def test_one_turn_ahead_on_the_hosts_own_cores():
+    """A turn's second has a quarter for its launch, which the device cannot hide where it is the host's cores.
+
+    The second turn is launched while the first is computed, the third at its end, and so on: a device of its own
+    computes for 0.75 s, one after the other; this one waits for each launch.
+    """
+    run, times_of = [item("a", 4, 4)], {}
+    for shared in (False, True):
+        host = HostCost(launch=Line(0.25), shared=shared)
+        times_of[shared] = times(fleet(run, Constant(host), run_ahead=1).run())["a"]
+    assert times_of == {False: [1.0, 1.75, 2.5, 3.25], True: [1.0, 2.0, 3.0, 4.0]}
+
+
 def test_one_turn_ahead_a_slow_host_decides():
     host = HostCost(plan=Line(2.0), launch=Line(0.0), commit=Line(1.0))
     served = fleet([item("a", 4, 4)], Constant(host), run_ahead=1).run()
