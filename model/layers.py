@@ -185,7 +185,9 @@ class MixtureOfExperts(nnx.Module):
         """Row r through expert `experts[r]`: rows sorted by expert, one grouped product a matrix."""
         order = jnp.argsort(experts, stable=True)
         counts = jnp.bincount(experts, length=self.config.num_experts)
-        product = _grouped_matmul_blocks if jax.default_backend() == "cpu" else _grouped_matmul_ragged
+        # Blocks are a loop of as many turns as the rows need, which has no gradient.
+        blocks = jax.default_backend() == "cpu" and not cpu.differentiable.value
+        product = _grouped_matmul_blocks if blocks else _grouped_matmul_ragged
         inner = gated(product(x[order], self.gate_up.weight[...], counts), self.config.activation)
         out = product(inner, self.down.weight[...], counts)
         return out[jnp.argsort(order)]

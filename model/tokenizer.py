@@ -43,6 +43,7 @@ class Tokenizer:
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
         self.adds_bos = bool(self.encode(""))
+        self.longest = max(map(len, core.get_vocab()), default=1)  # characters of a token
         self._special_texts = {t.content for t in core.get_added_tokens_decoder().values() if t.special}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -51,7 +52,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"text has a lone surrogate at character {error.start}: {text[error.start]!r}") from error
-        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids  # threads go on
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids beyond the vocabulary (padded embeddings) decode to nothing. No clean-up of spaces."""

@@ -65,10 +65,12 @@ class Transformer(nnx.Module):
         *,
         num_decode: int,
         implementation: str,
+        remat: bool = False,
     ) -> tuple[Float[Array, "T D"], KVCache]:
         """Row t writes its key and value at cache row `(slots[t], positions[t])` and attends to rows up to it.
 
-        `num_decode`, `implementation` and the meaning of slot B: see `slot_attention`. The layers run unrolled.
+        `num_decode`, `implementation` and the meaning of slot B: see `slot_attention`. The layers run unrolled. `remat`
+        computes a layer again where its gradient is taken, instead of keeping what is inside it.
         """
         with jax.named_scope("embed"):
             x = self.embed.weight[...][tokens]
@@ -78,17 +80,10 @@ class Transformer(nnx.Module):
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 graph, params = nnx.split(layer)
-                x, layer_cache = run_layer(
-                    params,
-                    x,
-                    rotations[layer.attention.layer.rope],
-                    cache[index],
-                    slots,
-                    positions,
-                    graph=graph,
-                    num_decode=num_decode,
-                    implementation=implementation,
-                )
+                run = functools.partial(run_layer, graph=graph, num_decode=num_decode, implementation=implementation)
+                run = jax.checkpoint(run) if remat else run
+                turned = rotations[layer.attention.layer.rope]
+                x, layer_cache = run(params, x, turned, cache[index], slots, positions)
                 layer_caches.append(layer_cache)
         return x, tuple(layer_caches)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import cpu, mosaic_gpu, mosaic_tpu, reference, xla
+from pallas_kernels.attention import cpu, mosaic_gpu, mosaic_tpu, packed, reference, xla
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -68,6 +68,8 @@ IMPLEMENTATIONS = {
     "xla": Implementation(xla.attend, xla.write, "split", 1, xla.BLOCK_Q, lambda: None),
     "reference": Implementation(reference.attend, xla.write, "split", 1, xla.BLOCK_Q, lambda: None),
 }
+# Taken by name where a gradient is wanted, never chosen to serve: see `packed.py` for what its cache and slots are.
+TRAINING = {"packed": Implementation(packed.attend, packed.write, "split", 1, 1, packed.unavailable)}
 
 
 def choose_implementation(
@@ -77,21 +79,25 @@ def choose_implementation(
     sizes = dtype, cache_dtype, head_dim, heads, kv_heads
     if name is None:
         return next(name for name in IMPLEMENTATIONS if _refusal(name, sizes) is None)
-    if name not in IMPLEMENTATIONS:
+    if name not in IMPLEMENTATIONS | TRAINING:
         raise ValueError(f"attention implementation {name!r} is not one of {list(IMPLEMENTATIONS)}")
     if reason := _refusal(name, sizes):
         raise ValueError(f"attention implementation {name!r} cannot run here: {reason}")
     return name
 
 
+def _named(name: str) -> Implementation:
+    return TRAINING[name] if name in TRAINING else IMPLEMENTATIONS[name]
+
+
 def _refusal(name: str, sizes: tuple[Any, Any, int, int, int]) -> str | None:
-    one = IMPLEMENTATIONS[name]
+    one = _named(name)
     return one.unavailable() or one.unsupported(*sizes)
 
 
 def cache_shapes(implementation: str, slots: int, kv_heads: int, rows: int, head_dim: int) -> list[tuple[int, ...]]:
     """Of the arrays of one layer's cache."""
-    one = IMPLEMENTATIONS[implementation]
+    one = _named(implementation)
     if one.layout == "split":
         return [(slots, kv_heads, rows, head_dim)] * 2
     return [(slots, kv_heads, rows, -(-2 * head_dim // one.lanes) * one.lanes)]
@@ -124,7 +130,7 @@ def write_rows(
     """
     _check_cache(implementation, layer_cache, k.shape[-1])
     with jax.named_scope("write_rows"):
-        return IMPLEMENTATIONS[implementation].write(layer_cache, k, v, slots, positions, num_decode=num_decode)
+        return _named(implementation).write(layer_cache, k, v, slots, positions, num_decode=num_decode)
 
 
 def slot_attention(
@@ -153,14 +159,14 @@ def slot_attention(
         window: at least 1. May be traced, and is then taken as 1 where it is less.
         scale: factor on the scores; `H ** -0.5` if None.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` after scaling (Gemma 2).
-        implementation: one of `IMPLEMENTATIONS`, as `choose_implementation` gives it. It is lowered for whatever
-            platform the program is compiled for, this machine's or another.
+        implementation: one of `IMPLEMENTATIONS`, as `choose_implementation` gives it, or of `TRAINING`. It is lowered
+            for whatever platform the program is compiled for, this machine's or another.
 
     Raises:
         ValueError: an implementation that does not take these dtypes and dims, a cache that is not of its layout, rows
             that cannot be blocked, or a scale or window that makes no sense.
     """
-    one, (T, N, H) = IMPLEMENTATIONS[implementation], q.shape
+    one, (T, N, H) = _named(implementation), q.shape
     _, K, S, _ = layer_cache[0].shape
     if reason := one.unsupported(q.dtype, layer_cache[0].dtype, H, N, K):
         raise ValueError(f"attention implementation {implementation!r}: {reason}")

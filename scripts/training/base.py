@@ -1,0 +1,88 @@
+"""Where a run starts: a model from nothing or from weights that are there, and the tokenizer that goes with it."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from model.checkpoint import load, resolve
+from model.config import ModelConfig
+from model.files import naming
+from model.gguf_file import GGUFFile
+from model.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from model.transformer import Transformer
+from scripts.training.tokens import Document, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Base:
+    """`tokenizer_from` is the folder or .gguf file it was read from; `eos_ids` end a generation."""
+
+    hf_config: dict[str, Any]
+    model: Transformer  # float32
+    tokenizer: Tokenizer
+    tokenizer_from: Path
+    eos_ids: frozenset[int]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    def fingerprint(self) -> str:
+        """The same for the same weights."""
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(nnx.state(self.model)):
+            digest.update(np.ascontiguousarray(leaf).data)
+        return digest.hexdigest()[:16]
+
+
+def loaded_base(name: str, tokenizer: str | None) -> Base:
+    """Of a checkpoint. `tokenizer` is for one that has none of its own. Raises ValueError or FileNotFoundError."""
+    loaded = load(name, progress=True)
+    if loaded.tokenizer is None and tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer: --tokenizer names one")
+    if loaded.tokenizer is not None and tokenizer is not None:
+        raise ValueError(f"{name} has a tokenizer of its own, which --tokenizer {tokenizer} cannot replace")
+    if loaded.tokenizer is not None:
+        return Base(loaded.hf_config, loaded.model, loaded.tokenizer, loaded.path, loaded.eos_ids)
+    path, own = read_tokenizer(str(tokenizer))
+    return Base(loaded.hf_config, loaded.model, own, path, loaded.eos_ids | own.eos_ids)
+
+
+def new_base(hf_config: dict[str, Any], tokenizer: Tokenizer, tokenizer_from: Path, seed: int) -> Base:
+    """Random weights, and the tokenizer's EOS in the config. Raises ValueError for what cannot be."""
+    if not tokenizer.eos_ids:
+        raise ValueError(f"the tokenizer of {tokenizer_from} names no EOS token, with which documents end")
+    hf_config = {name: value for name, value in hf_config.items() if name not in ("bos_token_id", "pad_token_id")}
+    hf_config |= {"eos_token_id": min(tokenizer.eos_ids)}
+    model = Transformer(ModelConfig.from_hf(hf_config), rngs=nnx.Rngs(seed))
+    return Base(hf_config, model, tokenizer, tokenizer_from, tokenizer.eos_ids)
+
+
+def read_tokenizer(name: str) -> tuple[Path, Tokenizer]:
+    """Of a model or a folder, and where that is. Raises ValueError or FileNotFoundError."""
+    path = resolve(name)
+    if path.is_file():
+        file = GGUFFile(path)
+        with naming(path):
+            tokenizer = tokenizer_from_gguf(file.fields)
+    else:
+        tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer")
+    return path, tokenizer
+
+
+def own_tokenizer(folder: Path, documents: Iterable[Document], vocab_size: int, again: bool) -> Tokenizer:
+    """The one in the folder, trained on the documents if it is not there or is to be trained `again`."""
+    if again or not folder.exists():
+        train_tokenizer(documents, vocab_size, folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer")
+    return tokenizer
