@@ -37,15 +37,15 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._serve, name="carousel-engine", daemon=True)
         self._thread.start()
 
-    def stream(self, request: Prompt) -> AsyncGenerator[Delta]:
-        """Pieces of one request; those that a slow reader has not taken yet are joined. The last of each sample has
-        its Output.
+    def stream(self, *requests: Prompt) -> AsyncGenerator[Delta]:
+        """Pieces of requests, as they come; those that a slow reader has not taken yet are joined. The last of each
+        sample has its Output.
 
-        The request is queued with the first `anext`, which raises ValueError if it cannot be served and QueueFull if
-        `max_queue` requests are waiting. Closing the iterator, or cancelling the task that waits for it, cancels the
-        request.
+        The requests are queued, together or not at all, with the first `anext`, which raises ValueError if one cannot
+        be served and QueueFull if there is no room for them. Closing the iterator, or cancelling the task that waits
+        for it, cancels the requests.
         """
-        return self._deltas(as_requests([request]))
+        return self._deltas(as_requests(requests))
 
     async def generate(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.attention import choose_implementation, slot_attention, write_rows
+from pallas_kernels.attention import packed as packed_module
 from tests.oracle import attention as oracle
 
 # Sums of some 24 products of float32 rounded to 2**-24, on values near one; gradients add as many of those.
@@ -84,6 +85,27 @@ def test_matches_slots_of_their_own(options, K, G):
     assert not out[slots == 24].any(), "padding gives zero"
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_blocks_of_a_long_row(window, monkeypatch):
+    """200 queries are three blocks, the last one shorter: values as in float64, gradients as in one block."""
+    R, L = 3, 200
+    slots, positions = rows_of([[70, 130], [200], [66, 3]], L)
+    q, k, v = values(R, L, 1, 2, 4)
+
+    def gradients():
+        total = jax.jit(lambda *qkv: jnp.sum(packed(*qkv, slots, positions, R=R, window=window) * jnp.cos(q)))
+        return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+
+    out = np.asarray(packed(q, k, v, slots, positions, R=R, window=window))
+    cache, own = slotted(k, v, slots, positions, R)
+    np.testing.assert_allclose(out, oracle(q, *cache, own, positions, window=window), rtol=0, atol=2 * TOLERANCE)
+    found = gradients()
+    monkeypatch.setattr(packed_module, "BLOCKS", 1)
+    jax.clear_caches()
+    for one, right in zip(found, gradients(), strict=True):
+        np.testing.assert_allclose(one, right, rtol=0, atol=2 * TOLERANCE * np.abs(right).max())
+
+
 @pytest.fixture(scope="module")
 def run():
     return jax.jit(functools.partial(packed, R=2))
@@ -102,11 +124,12 @@ def test_any_pack_and_any_traced_window(run, lengths, window):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"soft_cap": 1.5, "scale": 0.9}], ids=str)
-def test_gradients_are_float64_finite_differences(options):
-    """Each component of queries, keys and values of a pack with padding, in it and a whole row of it.
+def test_gradients_are_float64_finite_differences(options, monkeypatch):
+    """Each component of queries, keys and values of a pack with padding, in it and a whole row of it; in three blocks.
 
     Central differences over 2e-5 of the float64 loops are right to some 1e-9, so what differs is float32.
     """
+    monkeypatch.setattr(packed_module, "LEAST_BLOCK", 2)
     R, L, K, G, H = 3, 6, 1, 2, 3
     slots, positions = rows_of([[2, 4], [3, 1], []], L)
     q, k, v = values(R, L, K, G, H)

@@ -1,0 +1,1 @@
+"""The HTTP server: bodies into requests, outputs into answers, connections that come and go."""

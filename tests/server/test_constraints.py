@@ -1,0 +1,54 @@
+"""Answers that follow a schema, an expression or a choice, however a client says it."""
+
+import json
+
+import jsonschema
+import pytest
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"hot": {"type": "boolean"}, "kind": {"enum": ["sun", "moon"]}},
+    "required": ["hot", "kind"],
+    "additionalProperties": False,
+}
+FORMS = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {"extra_body": {"guided_json": SCHEMA}},
+    {"extra_body": {"guided_json": json.dumps(SCHEMA)}},
+    {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_schemas(client, form):
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hot?"}], seed=1, max_tokens=80, **form
+    )
+    assert chat.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(chat.choices[0].message.content), SCHEMA)
+
+
+def test_any_object(client):
+    for form in (
+        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"structured_outputs": {"json_object": True}}},
+    ):
+        chat = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hot?"}], seed=1, **form
+        )
+        assert chat.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize("field", ["guided_{}", "structured_outputs"])
+def test_expressions_and_choices(client, field):
+    for kind, value, wanted in (("regex", "(ab){3}c", ["abababc"]), ("choice", ["sun", "moon"], ["sun", "moon"])):
+        extra = {field.format(kind): value} if "{}" in field else {field: {kind: value}}
+        found = client.completions.create(model="tiny", prompt="x", seed=1, max_tokens=20, extra_body=extra)
+        assert found.choices[0].text in wanted
+
+
+def test_text_is_no_constraint(client):
+    arguments = {"model": "tiny", "messages": [{"role": "user", "content": "Hot?"}], "temperature": 0, "max_tokens": 9}
+    plain = client.chat.completions.create(**arguments)
+    assert client.chat.completions.create(**arguments, response_format={"type": "text"}).choices == plain.choices
