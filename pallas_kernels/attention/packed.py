@@ -2,10 +2,11 @@
 
 The cache `(k, v)` is `[R, K, L, H]` for R rows of L tokens, and token row t lies at `(t // L, t % L)` of it, whatever
 its slot and position are. Slots are the sequences within one row of tokens, and since at most L of them fit there, slot
-L is padding. A position is a token's place in its sequence.
+L is padding. A position is a token's place in its sequence, and the tokens of a sequence stand in their order.
 
-Scores are dense, `[R, N, L, L]` in float32: right for rows of up to a few thousand tokens. The products take operands
-of q's dtype and sum in float32, so in bfloat16 each softmax weight (at most 1) is rounded, as in every flash attention.
+Scores are dense, `[R, N, Q, L]` in float32 for one of a few blocks of queries after the other, and computed again for
+the gradient: right for rows of up to a few thousand tokens. The products take operands of q's dtype and sum in float32,
+so in bfloat16 each softmax weight (at most 1) is rounded, as in every flash attention.
 Unlike in a slot cache no row here is stale: NaN in one sequence reaches the others of its row of tokens.
 """
 
@@ -43,7 +44,7 @@ def attend(q, layer_cache, slots, positions, *, num_decode, window, soft_cap, sc
     queries = q.reshape(R, L, K, N // K, H).transpose(0, 2, 3, 1, 4)
     block = -(-L // max(1, min(BLOCKS, L // LEAST_BLOCK)))
     one_block = jax.checkpoint(functools.partial(_attend_block, soft_cap=soft_cap, scale=scale))
-    parts = []
+    parts = []  # each against the keys up to its end: those after it are in no query's past
     for start in range(0, L, block):
         end = min(start + block, L)
         parts.append(one_block(queries[:, :, :, start:end], k[:, :, :end], v[:, :, :end], live[:, start:end, :end]))
