@@ -13,7 +13,7 @@ TINY = ["--model", str(CHECKPOINT), "--slots", "3", "--max-len", "64", "--chunk-
 FEW = ["--schedules", "6", "--requests", "5", "--prompt", "30", "--answer", "6", "--repeat", "2"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_one_result_of_each_request(dtype, capsys):
     assert check_determinism.main([*TINY, *FEW, "--dtype", dtype, "--json", "-"]) == 0
     figures = json.loads(capsys.readouterr().out)
