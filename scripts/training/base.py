@@ -61,7 +61,18 @@ def new_base(hf_config: dict[str, Any], tokenizer: Tokenizer, tokenizer_from: Pa
     hf_config = {name: value for name, value in hf_config.items() if name not in ("bos_token_id", "pad_token_id")}
     hf_config |= {"eos_token_id": min(tokenizer.eos_ids)}
     model = Transformer(ModelConfig.from_hf(hf_config), rngs=nnx.Rngs(seed))
+    shrink_residuals(model)
     return Base(hf_config, model, tokenizer, tokenizer_from, tokenizer.eos_ids)
+
+
+def shrink_residuals(model: Transformer) -> None:
+    """Makes what all layers together add to a new model's residual stream as large as the embedding that it begins
+    with: else a token is lost in noise, which many steps are spent on. Normalised outputs have the norm's size."""
+    factor = (2 * len(model.layers) * model.config.width) ** -0.5
+    if not model.config.post_norm:
+        for layer in model.layers:
+            for matrix in (layer.attention.o, layer.mlp.down):
+                matrix.weight.set_value(matrix.weight[...] * factor)
 
 
 def read_tokenizer(name: str) -> tuple[Path, Tokenizer]:

@@ -32,8 +32,10 @@ def draw(lines: Sequence[Mapping[str, Any]], baselines: Mapping[str, float] | No
     for name, loss in (baselines or {}).items():
         top.axhline(loss, color=COUNTED[name], linestyle="--", linewidth=1.2)
         top.text(at[-1], loss, f"{name} {loss:.3f}", color=COUNTED[name], ha="right", va="bottom", fontsize=10)
-    top.set_ylabel("loss, nats a token")
-    top.legend(frameon=False, fontsize=10, loc="upper center")
+    # The first few steps fall from far above, and would press all others together.
+    highest = max([*losses[min(len(losses) - 1, len(losses) // 30) :].tolist(), *(baselines or {}).values()])
+    top.set(ylabel="loss, nats a token", ylim=(None, 1.1 * highest))
+    top.legend(frameon=False, fontsize=10, loc="center right", bbox_to_anchor=(1, 0.62))
     bottom.plot(at, [line["tokens_per_s"] for line in steps], color=SPEED, linewidth=1)
     bottom.set(ylabel="tokens/s", xlabel="step", ylim=(0, None))
     for axes in (top, bottom):

@@ -84,15 +84,26 @@ def assert_same_state(one, other):
 
 def logits(model, ids):
     """[rows, tokens, V], each row alone."""
-    config, T = model.config, len(ids[0])
+    unembed = jax.jit(lambda params, hidden: nnx.merge(graph, params).unembed(hidden))
+    graph, params = nnx.split(model)
+    forward = hidden_states(model, len(ids[0]))
+    return np.stack([unembed(params, forward(params, np.asarray(row, np.int32))) for row in ids])
+
+
+def residuals(model, ids):
+    """[tokens, D]: what leaves the last layer."""
+    return np.asarray(hidden_states(model, len(ids))(nnx.split(model)[1], np.asarray(ids, np.int32)))
+
+
+def hidden_states(model, T):
+    """Of a model's parameters and T tokens, by the definition of attention."""
+    config, graph = model.config, nnx.split(model)[0]
     shape = dict(slots=1, max_len=T, kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=jnp.float32)
     cache = init_cache(layers=len(config.layers), implementation="reference", **shape)
-    graph, params = nnx.split(model)
 
     @jax.jit
     def forward(params, tokens):
         model, slots = nnx.merge(graph, params), jnp.zeros(T, jnp.int32)
-        hidden, _ = model(tokens, slots, jnp.arange(T), cache, num_decode=0, implementation="reference")
-        return model.unembed(hidden)
+        return model(tokens, slots, jnp.arange(T), cache, num_decode=0, implementation="reference")[0]
 
-    return np.stack([forward(params, np.asarray(row, np.int32)) for row in ids])
+    return forward

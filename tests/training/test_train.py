@@ -16,10 +16,11 @@ from model.checkpoint import load, resolve
 from model.config import ModelConfig
 from model.transformer import Transformer
 from scripts import train
+from scripts.training.base import shrink_residuals
 from scripts.training.folder import export
 from scripts.training.options import Options
 from scripts.training.presets import PRESETS
-from tests.training.micro import QUIET, WORDS, assert_same_state, logits, run, saved_state, write_inputs
+from tests.training.micro import QUIET, WORDS, assert_same_state, logits, residuals, run, saved_state, write_inputs
 from tests.training.packs import DATA
 
 # A model of `micro`, trained on its text for 60 steps and then, with adapters, on 200 pairs of a word and its letters
@@ -239,6 +240,22 @@ def test_presets_are_models_of_their_size():
         shapes = nnx.eval_shape(functools.partial(lambda config: Transformer(config, rngs=nnx.Rngs(0)), config))
         assert least < sum(one.size for one in jax.tree.leaves(nnx.state(shapes))) < most
         assert PRESETS[name].length <= config.max_positions
+
+
+@pytest.mark.parametrize("name", ["llama_tied_gqa4", "mixtral_moe", "gemma2"])
+def test_what_new_layers_add_is_as_large_as_the_embedding(name):
+    """By a walk through the layers; outputs that are normalised have the size that the norm gives them."""
+    loaded = load(DATA / name)
+    model = Transformer(loaded.config, rngs=nnx.Rngs(0))
+    before = model.layers[0].attention.o.weight[...]
+    shrink_residuals(model)
+    changed = not np.array_equal(before, model.layers[0].attention.o.weight[...])
+    assert changed == (name != "gemma2")
+    if not changed:
+        return
+    ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, 32)
+    embedded, hidden = np.asarray(model.embed.weight[...])[ids], residuals(model, ids)
+    assert 0.2 < (hidden - embedded).std() / embedded.std() < 1.5  # what attention averages, and gates halve, is less
 
 
 def test_a_short_run_has_a_short_warmup(tmp_path):
