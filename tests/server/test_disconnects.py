@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import struct
+import time
 
 import pytest
 
@@ -129,22 +130,30 @@ def test_several_samples_leave_together():
 def test_who_does_not_read_is_cut_off():
     """The engine goes on meanwhile, and in the end the connection is closed: while the answer comes, and afterwards."""
     engine = fake_engine(slots=2, max_len=1024, tokenizer=letters())
-    with Running(engine, limits=Limits(stall_s=0.5)) as server:
+    steps = Steps(engine)
+    with Running(engine, limits=Limits(stall_s=2)) as server, contextlib.ExitStack() as stack:
         server.http.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        socks = []
         for stream in (True, False):
-            sock = socket.socket()
+            sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", server.port))
             fields = {"prompt": [5], "temperature": 0, "n": 128, "max_tokens": 400, "stream": stream}
             sock.sendall(post("/v1/completions", fields | {"return_token_ids": True}))
-            socks.append(sock)
+
+        def unsent() -> list[int]:
+            return sorted(one.transport.get_write_buffer_size() for one in server.http.server_state.connections)
+
+        while max(unsent(), default=0) < 2**16:  # a piece a turn, until no more of the stream is taken
+            before, turn_ends = unsent(), time.monotonic() + 0.1
+            steps.allowed.release()
+            while unsent() == before and time.monotonic() < turn_ends:
+                time.sleep(0.002)
+        steps.go_on()
         server.wait(lambda: server.engine.stats.generated_tokens == 800)
 
         def stuck() -> bool:
             """Both are: a stream is sent as it is read, an answer is there at once."""
-            unsent = sorted(one.transport.get_write_buffer_size() for one in server.http.server_state.connections)
-            return len(unsent) == 2 and 10_000 < unsent[0] < 200_000 < unsent[1]
+            return len(both := unsent()) == 2 and 10_000 < both[0] < 200_000 < both[1]
 
         server.wait(stuck)
         with server.connect() as other:
@@ -152,8 +161,6 @@ def test_who_does_not_read_is_cut_off():
             assert read_all(other).startswith(b"HTTP/1.1 200")
         server.wait(lambda: not server.http.server_state.connections)
         server.wait(server.idle)
-        for sock in socks:
-            sock.close()
 
 
 def test_stopping_lets_requests_end():
