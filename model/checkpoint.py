@@ -42,9 +42,7 @@ _RUN_MODEL = "model"
 def resolve(name: str) -> Path:
     """A folder or a .gguf file: a name we know, a path that exists, or a model of the Hugging Face hub.
 
-    For a folder of scripts.train it is the model in it.
-
-    Raises FileNotFoundError saying what was tried.
+    For a folder of scripts.train it is the model in it. Raises FileNotFoundError saying what was tried.
     """
     if name in _PACKAGED:
         module, package = _PACKAGED[name]
@@ -105,12 +103,18 @@ def load(name: str | Path, *, dtype: Any = jnp.float32, progress: bool = False) 
     if (generation := path / "generation_config.json").exists():
         with naming(generation):
             eos_ids |= _ids(read_json(generation))
-    if (kept := path / _GGUF_TOKENIZER).exists():
-        tokenizer = tokenizer_from_gguf(GGUFFile(kept).fields)
-    else:
-        tokenizer = load_tokenizer(path)
+    tokenizer = read_tokenizer(path)
     model = _restore(path, config, dtype) if orbax else _fill(config, SafetensorsWeights(path), dtype, progress)
     return Loaded(config, model, tokenizer, eos_ids | (tokenizer.eos_ids if tokenizer else frozenset()), hf, path)
+
+
+def read_tokenizer(path: Path) -> Tokenizer | None:
+    """That of a folder or a .gguf file, None if it has none. Raises ValueError, naming the file."""
+    kept = path if path.is_file() else path / _GGUF_TOKENIZER
+    if not kept.exists():
+        return load_tokenizer(path)
+    with naming(kept):
+        return tokenizer_from_gguf(GGUFFile(kept).fields)
 
 
 def _ids(config: dict[str, Any]) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook`: an object's fields; of a key that is there twice nobody could tell which is meant."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r:.100} is given more than once")
+    return fields
 
 
 @contextlib.contextmanager

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from model.checkpoint import resolve
+from model.checkpoint import read_tokenizer, resolve
 from model.config import ModelConfig
 from model.files import read_json
 from model.gguf_file import GGUFFile, hf_config
-from model.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from model.tokenizer import Tokenizer, tokenizer_from_gguf
 from scripts.command import Refused, Report
 from scripts.fleet import Arrival, Arrivals
 from scripts.http_client import OK, Failed, Server, exchange
@@ -155,7 +155,7 @@ def load_vocabulary(name: str) -> tuple[int, Tokenizer | None]:
         file = GGUFFile(path)
         return ModelConfig.from_hf(hf_config(file), freq_factors=True).vocab_size, tokenizer_from_gguf(file.fields)
     config = ModelConfig.from_hf(read_json(path / "config.json"), freq_factors=True)
-    return config.vocab_size, load_tokenizer(path)
+    return config.vocab_size, read_tokenizer(path)
 
 
 async def connected(server: Server, model: str, item: Item, report: Report) -> Client:

@@ -4,13 +4,14 @@ import contextlib
 import json
 import signal
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO
 
 from batching import Engine, Output, Request, SamplingParams
 from batching.engine import EngineStats
+from model.files import unique_keys
 from scripts.command import Report
 
 
@@ -77,7 +78,7 @@ def read_jobs(lines: Iterable[tuple[str, bytes]], defaults: Mapping[str, Any], r
 
 def _read(job: Job, line: bytes, defaults: Mapping[str, Any], taken: Set[str]) -> None:
     """Gives the job its request. A line that names no id has that of its place. Raises ValueError."""
-    fields = json.loads(line, object_pairs_hook=_unique)
+    fields = json.loads(line, object_pairs_hook=unique_keys)
     if isinstance(fields, dict):
         given = fields.setdefault("id", job.id)
         if isinstance(given, str) and given:
@@ -85,15 +86,6 @@ def _read(job: Job, line: bytes, defaults: Mapping[str, Any], taken: Set[str]) -
     if job.id in taken:
         raise ValueError(f"the id {job.id!r} is that of an earlier line")
     job.request = Request.from_json(fields, defaults)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's fields; of a key that is there twice nobody could tell which is meant."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} is given more than once")
-    return fields
 
 
 def serve(

@@ -20,15 +20,16 @@ class Limits(NamedTuple):
 
 def measure_limits() -> Limits:
     """The best of a few tries, so that a neighbour's work does not make our share look larger than it is."""
-    square = jnp.ones((2048, 2048), jnp.float32)
-    product = jax.jit(jnp.dot)
     wide = jnp.ones((1 << 15, 1 << 12), jnp.float32)
     row = jnp.ones((1 << 12,), jnp.float32)
     read = jax.jit(lambda matrix, row: matrix @ row)
-    return Limits(
-        2 * 2048**3 / min(seconds(product, square, square, tries=8)),
-        wide.nbytes / min(seconds(read, wide, row, tries=8)),
-    )
+    return Limits(matrix_rate(jnp.float32), wide.nbytes / min(seconds(read, wide, row, tries=8)))
+
+
+def matrix_rate(dtype: Any) -> float:
+    """Operations a second of a large matrix product."""
+    square = jnp.ones((2048, 2048), dtype)
+    return 2 * 2048**3 / min(seconds(jax.jit(jnp.dot), square, square, tries=8))
 
 
 def seconds(run: Callable[..., Any], *args: Any, tries: int) -> list[float]:

@@ -28,13 +28,15 @@ from batching.plan import PlanShapes
 from batching.policies import make_policy
 from scripts.command import Refused, check_targets, exit_status, opened, write_json
 from scripts.fleet import ROUTERS, Fleet
+from scripts.jobs import warm_up
 from scripts.metrics import summary
 from scripts.replica import Replica, Setup
+from scripts.startup import make_engine
 from scripts.step_cost import StepCost, load_cost
-from scripts.step_fit import residuals_table
+from scripts.step_fit import fit, residuals, residuals_table
 from scripts.ticker import Ticker
 from scripts.traces import Item, read_workload
-from scripts.validate import Validation, measured_cost, validate, validation_table
+from scripts.validate import Validation, about, recorded, validate, validation_table
 
 RouterName = Literal["round-robin", "load", "prefix"]
 
@@ -124,15 +126,19 @@ def _run(command: Record | Simulate | Validation, console: Console) -> int:
 def record(options: Record, console: Console) -> None:
     check_targets({"--workload": str(options.workload)}, {"--out": options.out, "--turns": options.turns})
     items = read_items(options.workload)
+    engine, _ = make_engine(options.model, options.engine, console)
+    warm_up(engine)
     with Ticker(console, "measuring", len(items)) as ticker:
-        measured = measured_cost(options.model, options.engine, items, console, ticker.update)
-    console.print(residuals_table(measured.residuals))
-    if failed := sum(one.outcome == "failed" for one in measured.served):
+        served, records = recorded(engine, items, ticker.update)
+    cost = fit(records, about(options.model, engine))
+    off = residuals(cost, records)
+    console.print(residuals_table(off))
+    if failed := sum(one.outcome == "failed" for one in served):
         console.print(f"{failed} of {len(items)} requests failed")
-    write_json(options.out, measured.cost.to_json() | {"residuals": measured.residuals})
+    write_json(options.out, cost.to_json() | {"residuals": off})
     if options.turns is not None:
         with opened(options.turns) as file:
-            file.writelines(json.dumps(one.to_json()) + "\n" for one in measured.records)
+            file.writelines(json.dumps(one.to_json()) + "\n" for one in records)
 
 
 def simulate(options: Simulate, console: Console) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from scripts.training.setup import (
     intervals_of,
     make_base,
     make_trainer,
-    matrix_rate,
+    matrix_rate_of_all,
     run_description,
     sampling,
     stored_run,
@@ -134,7 +134,7 @@ def train(options: Options, console: Console, report: Report) -> int:
             log,
             intervals,
             accumulate=options.accumulate,
-            flops_per_s=matrix_rate(options.compute_dtype),
+            flops_per_s=matrix_rate_of_all(options.compute_dtype),
             sample=sample,
             console=console,
         )

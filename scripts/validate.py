@@ -22,7 +22,7 @@ from scripts.metrics import Served, summary
 from scripts.open_loop import serve_items
 from scripts.replica import Replica, Setup
 from scripts.startup import make_engine
-from scripts.step_cost import FittedCost, StepCost
+from scripts.step_cost import StepCost
 from scripts.step_fit import TurnRecord, TurnRecorder, fit, residuals
 from scripts.ticker import Ticker
 from scripts.traces import Item
@@ -103,37 +103,19 @@ class Run(NamedTuple):
     turns_alone: dict[str, float] | None = None
 
 
-class Measured(NamedTuple):
-    cost: FittedCost
-    records: list[TurnRecord]
-    residuals: dict[str, Any]
-    served: list[Served]
-
-
-def measured_cost(
-    model: str, config: EngineConfig, items: Sequence[Item], console: Console, on_progress: Callable[[int, float], None]
-) -> Measured:
-    """Serve a workload one turn at a time, and fit. Raises Refused if nothing could be served."""
-    engine, _ = make_engine(model, config, console)
-    warm_up(engine)
-    served, records = recorded(engine, items, on_progress)
-    if not records:
-        raise Refused("no request of the workload could be served")
-    cost = fit(records, about(model, engine))
-    return Measured(cost, records, residuals(cost, records), served)
-
-
 def recorded(
     engine: Engine, items: Sequence[Item], on_progress: Callable[[int, float], None]
 ) -> tuple[list[Served], list[TurnRecord]]:
-    """How a workload went. With turns in flight the records mean nothing."""
+    """How a workload went. With turns in flight the records mean nothing. Raises Refused if nothing could be served."""
     engine.scheduler.prefixes.forget()
     recorder = engine.on_turn = TurnRecorder(engine.config.slots)
     try:
         served = serve_items(engine, items, on_wake=recorder.wake, on_progress=on_progress)
     finally:
         engine.on_turn = None
-    return served, recorder.records()
+    if not (records := recorder.records()):
+        raise Refused("no request of the workload could be served")
+    return served, records
 
 
 def about(model: str, engine: Engine) -> dict[str, Any]:

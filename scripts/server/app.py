@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from batching import AsyncEngine, Engine, Output, QueueFull, Request
 from scripts.server import openapi, tokens
 from scripts.server.answers import Answer
-from scripts.server.connection import EVENTS, Memory, Sender, read_body, while_connected
+from scripts.server.connection import EVENTS, Endpoint, Handler, Memory, Sender, Share, read_body, while_connected
 from scripts.server.errors import ApiError, Gone, closing
 from scripts.server.logprobs import TokenNames
 from scripts.server.prompts import requests_of, tokenised
@@ -65,10 +65,10 @@ class App:
         self._document = openapi.document(model)
         self._router = Router(
             [
-                Route("/v1/completions", _Endpoint(self._generation(completion, "cmpl")), methods=["POST"]),
-                Route("/v1/chat/completions", _Endpoint(self._generation(chat, "chatcmpl")), methods=["POST"]),
-                Route("/tokenize", _Endpoint(self._in_thread(tokens.tokenize)), methods=["POST"]),
-                Route("/detokenize", _Endpoint(self._in_thread(tokens.detokenize)), methods=["POST"]),
+                Route("/v1/completions", Endpoint(self._generation(completion, "cmpl")), methods=["POST"]),
+                Route("/v1/chat/completions", Endpoint(self._generation(chat, "chatcmpl")), methods=["POST"]),
+                Route("/tokenize", Endpoint(self._in_thread(tokens.tokenize)), methods=["POST"]),
+                Route("/detokenize", Endpoint(self._in_thread(tokens.detokenize)), methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -133,12 +133,11 @@ class App:
 
     # Completions and chat completions.
 
-    def _generation(self, read: Callable[[bytes, Served], Asked], prefix: str) -> "Handler":
+    def _generation(self, read: Callable[[bytes, Served], Asked], prefix: str) -> Handler:
         async def handle(scope: Scope, receive: Receive, sender: Sender) -> None:
             name = f"{prefix}-{uuid.uuid4().hex}"
             with self._memory.share() as share:
-                limits = {"most": self.limits.body_bytes, "within_s": self.limits.stall_s}
-                body = await read_body(scope, receive, share, **limits)
+                body = await self._body(scope, receive, share)
                 if len(body) > LARGE:
                     asked = await while_connected(asyncio.to_thread(read, body, self.served), receive)
                 else:
@@ -149,6 +148,10 @@ class App:
             await while_connected((self._stream if asked.stream else self._whole)(answer, requests, sender), receive)
 
         return handle
+
+    async def _body(self, scope: Scope, receive: Receive, share: Share) -> bytes:
+        limits = self.limits
+        return await read_body(scope, receive, share, most=limits.body_bytes, within_s=limits.stall_s)
 
     async def _whole(self, answer: Answer, requests: list[Request], sender: Sender) -> None:
         with _told(len(requests)):
@@ -187,11 +190,10 @@ class App:
 
     # The rest.
 
-    def _in_thread(self, function: Callable[[bytes, Served], dict[str, Any]]) -> "Handler":
+    def _in_thread(self, function: Callable[[bytes, Served], dict[str, Any]]) -> Handler:
         async def handle(scope: Scope, receive: Receive, sender: Sender) -> None:
             with self._memory.share() as share:
-                limits = {"most": self.limits.body_bytes, "within_s": self.limits.stall_s}
-                body = await read_body(scope, receive, share, **limits)
+                body = await self._body(scope, receive, share)
                 answer = await while_connected(asyncio.to_thread(function, body, self.served), receive)
             await sender.json(json.dumps(answer).encode())
 
@@ -221,20 +223,6 @@ class App:
 
     async def _openapi(self, _: HttpRequest) -> JSONResponse:
         return JSONResponse(self._document)
-
-
-Handler = Callable[[Scope, Receive, Sender], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class _Endpoint:
-    """An ASGI application for a route. (Starlette takes a function for one of Requests and Responses.)"""
-
-    handler: Handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert isinstance(send, Sender)
-        await self.handler(scope, receive, send)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,3 +126,17 @@ class Sender:
     async def json(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
         await self.begin(status, JSON, {"Content-Length": str(len(body))} | (headers or {}))
         await self.end(body)
+
+
+Handler = Callable[[Scope, Receive, Sender], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An ASGI application for a route. (Starlette takes a function for one of Requests and Responses.)"""
+
+    handler: Handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert isinstance(send, Sender)
+        await self.handler(scope, receive, send)

@@ -1,10 +1,10 @@
 """A body's fields, taken one by one: each has its type, and none is accepted and ignored."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from model.files import unique_keys
 from scripts.server.errors import ApiError, invalid
 
 KINDS = {bool: "true or false", int: "an integer", str: "a string", list: "a list", dict: "an object"}
@@ -13,21 +13,13 @@ KINDS = {bool: "true or false", int: "an integer", str: "a string", list: "a lis
 def parse(body: bytes) -> dict[str, Any]:
     """The JSON object that a body is. Raises ApiError for anything else."""
     try:
-        fields = json.loads(body, object_pairs_hook=_unique, parse_constant=_no_number)
+        fields = json.loads(body, object_pairs_hook=unique_keys, parse_constant=_no_number)
     except RecursionError:
         raise invalid("the body is not read: lists or objects are nested too deep") from None
     except ValueError as error:  # not UTF-8 either
         raise invalid(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise invalid(f"the body must be a JSON object, not {_shown(fields)}")
-    return fields
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r:.100} is given more than once")
     return fields
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from batching import Engine
 from batching.plan import FROM_DEVICE
@@ -123,19 +123,18 @@ class Live:
     async def page(self, _: Request) -> HTMLResponse:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application: snapshots until the page goes away. Raises ApiError if there are too many pages."""
+    async def events(self, scope: Scope, receive: Receive, sender: Sender) -> None:
+        """For an `Endpoint`: snapshots until the page goes away. Raises ApiError if there are too many pages."""
         if scope["method"] not in ("GET", "HEAD"):
             raise ApiError(405, "this can only be read", headers={"Allow": "GET, HEAD"})
         if self._pages >= MOST_PAGES:
             raise ApiError(503, f"{self._pages} pages look on, at most {MOST_PAGES} may", code="overloaded")
-        assert isinstance(send, Sender)
         self._pages += 1
         try:
-            await send.begin(200, EVENTS, {"Cache-Control": "no-store"})
+            await sender.begin(200, EVENTS, {"Cache-Control": "no-store"})
             if scope["method"] == "GET":
-                await while_connected(self._tell(send), receive)
-            await send.end()
+                await while_connected(self._tell(sender), receive)
+            await sender.end()
         finally:
             self._pages -= 1
             if not self._pages:

@@ -6,7 +6,6 @@ counterpart there: they are the engine's own counts, `batching.config.EngineStat
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -16,12 +15,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from batching import Delta, Engine, Output, SamplingParams
 from batching.plan import Sampled
 from batching.sequence import SequenceState
 from batching.turn import Turn, TurnTimes
+from scripts.server.connection import Endpoint
 from scripts.server.live import Live
 
 PREFIX = "carousel:"
@@ -215,7 +214,11 @@ class Watch(Collector):
 
     def routes(self) -> list[Route]:
         """`/metrics`, the page at `/`, and its events at `/live`."""
-        return [Route("/metrics", self._metrics), Route("/", self.live.page), Route("/live", _Events(self.live))]
+        return [
+            Route("/metrics", self._metrics),
+            Route("/", self.live.page),
+            Route("/live", Endpoint(self.live.events)),
+        ]
 
     def close(self) -> None:
         """Nothing more is sent to pages: a server that ends need not wait for them."""
@@ -225,16 +228,6 @@ class Watch(Collector):
         """In the text format alone: in OpenMetrics the library changes names that hold a colon."""
         text = await run_in_threadpool(generate_latest, self.registry)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
-
-
-@dataclass(frozen=True)
-class _Events:
-    """An ASGI application for a route. (Starlette takes a method for one of Requests and Responses.)"""
-
-    live: Live
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.live.events(scope, receive, send)
 
 
 def _durations(output: Output) -> dict[str, float]:

@@ -10,11 +10,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from model.checkpoint import load, resolve
+from model.checkpoint import load, read_tokenizer, resolve
 from model.config import ModelConfig
-from model.files import naming
-from model.gguf_file import GGUFFile
-from model.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from model.tokenizer import Tokenizer, load_tokenizer
 from model.transformer import Transformer
 from scripts.training.tokens import Document, train_tokenizer
 
@@ -50,7 +48,7 @@ def loaded_base(name: str, tokenizer: str | None) -> Base:
         raise ValueError(f"{name} has a tokenizer of its own, which --tokenizer {tokenizer} cannot replace")
     if loaded.tokenizer is not None:
         return Base(loaded.hf_config, loaded.model, loaded.tokenizer, loaded.path, loaded.eos_ids)
-    path, own = read_tokenizer(str(tokenizer))
+    path, own = named_tokenizer(str(tokenizer))
     return Base(loaded.hf_config, loaded.model, own, path, loaded.eos_ids | own.eos_ids)
 
 
@@ -75,15 +73,10 @@ def shrink_residuals(model: Transformer) -> None:
                 matrix.weight.set_value(matrix.weight[...] * factor)
 
 
-def read_tokenizer(name: str) -> tuple[Path, Tokenizer]:
+def named_tokenizer(name: str) -> tuple[Path, Tokenizer]:
     """Of a model or a folder, and where that is. Raises ValueError or FileNotFoundError."""
     path = resolve(name)
-    if path.is_file():
-        file = GGUFFile(path)
-        with naming(path):
-            tokenizer = tokenizer_from_gguf(file.fields)
-    else:
-        tokenizer = load_tokenizer(path)
+    tokenizer = read_tokenizer(path)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer")
     return path, tokenizer

@@ -19,8 +19,6 @@ from scripts.training.folder import Log
 from scripts.training.progress import TrainDisplay
 from scripts.training.step import Batch, StepFigures, Trainer, TrainState
 
-Report = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Intervals:

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from batching.config import DTYPES
 from model.files import read_json
 from scripts.command import Refused, Report
-from scripts.limits import seconds
-from scripts.training.base import Base, loaded_base, new_base, own_tokenizer, read_tokenizer
+from scripts.limits import matrix_rate
+from scripts.training.base import Base, loaded_base, named_tokenizer, new_base, own_tokenizer
 from scripts.training.checkpoints import Checkpoints
 from scripts.training.data import Packer, Position
 from scripts.training.folder import RUN, TOKENIZER
@@ -34,7 +33,7 @@ def make_base(
         return loaded_base(options.from_, options.tokenizer)
     config = dict(hf_config or options.start.hf_config or read_json(options.config or Path()))
     if options.tokenizer is not None:
-        path, tokenizer = read_tokenizer(options.tokenizer)
+        path, tokenizer = named_tokenizer(options.tokenizer)
         if options.preset is not None:
             config["vocab_size"] = tokenizer.vocab_size
     else:
@@ -127,8 +126,6 @@ def sampling(
     return lambda state: sampler.sample(trainer.model(state))
 
 
-def matrix_rate(dtype: str) -> float:
+def matrix_rate_of_all(dtype: str) -> float:
     """Operations a second of a large matrix product in this dtype, on all devices together. CPU devices share it."""
-    square = jnp.ones((2048, 2048), DTYPES[dtype])
-    rate = 2 * 2048**3 / min(seconds(jax.jit(jnp.dot), square, square, tries=5))
-    return rate * (1 if jax.default_backend() == "cpu" else len(jax.local_devices()))
+    return matrix_rate(DTYPES[dtype]) * (1 if jax.default_backend() == "cpu" else len(jax.local_devices()))

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 from batching import Engine, EngineConfig, SamplingParams
 from model.checkpoint import load, resolve
 from model.config import ModelConfig
+from model.gguf_file import GGUFFile
 from model.transformer import Transformer
 from scripts import train
-from scripts.training.base import shrink_residuals
+from scripts.training.base import named_tokenizer, shrink_residuals
 from scripts.training.folder import export
 from scripts.training.options import Options
 from scripts.training.presets import PRESETS
@@ -152,6 +153,14 @@ def test_a_model_of_a_gguf_file_that_hf_cannot_express_is_kept(tmp_path):
     export(tmp_path / "model", config, model, eos_ids=[2], tokenizer_from=loaded.path, replace=True)
     assert load(tmp_path / "model").config == model.config
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_the_tokenizer_of_what_was_a_gguf_file(tmp_path):
+    """A folder that was exported from one has it as a file of that kind."""
+    path = resolve("smollm2-135m-instruct")
+    (tmp_path / "tokenizer.gguf").write_bytes(GGUFFile(path).metadata())
+    (_, found), (_, right) = named_tokenizer(str(tmp_path)), named_tokenizer(str(path))
+    assert found.encode("Why is the sky blue?") == right.encode("Why is the sky blue?")
 
 
 def test_another_run_is_not_gone_on_with(inputs, trained, capfd):
