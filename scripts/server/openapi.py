@@ -97,9 +97,9 @@ def _refused(statuses: list[str]) -> dict[str, Any]:
 
 
 def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None, **more: Any) -> Schema:
-    """With these fields alone; those that are not required may be null."""
+    """With these fields alone; those that are not required may be null, and so may unknown ones: see `Fields`."""
     optional = {name: _or_null(schema) for name, schema in (optional or {}).items()}
-    fields = {"properties": {**required, **optional}, "required": [*required], "additionalProperties": False}
+    fields = {"properties": {**required, **optional}, "required": [*required], "additionalProperties": {"type": "null"}}
     return {"type": "object"} | fields | more
 
 
@@ -179,7 +179,7 @@ def _constraints() -> dict[str, Schema]:
 
 
 def _messages() -> Schema:
-    part = _object({"type": {"const": "text"}, "text": TEXT})
+    part = _object({"type": {"const": "text"}, "text": TEXT}, additionalProperties=False)
     content = {"anyOf": [TEXT, _list(part)]}
     optional = {"name": TEXT} | _harmless(protocol.HARMLESS_IN_MESSAGES)
     return _list(_object({"role": TEXT, "content": content}, optional), minItems=1, maxItems=protocol.MOST_MESSAGES)

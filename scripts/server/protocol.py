@@ -139,7 +139,8 @@ def _asked(fields: Fields, served: Served, chosen: dict[str, Any], prompts: tupl
         raise fields.error("stream_options", "is for streams: stream is not true")
     if how["stream"] and how["prompt_logprobs"]:
         raise fields.error("prompt_logprobs", "cannot be streamed")
-    facts = {name: value for name, value in fields.take_all(FACTS).items() if name != "user" or name in served.uses}
+    user = fields.take("user", str)  # what it is to the answer, the policy says
+    facts = fields.take_all(FACTS) | ({"user": user} if user is not None and "user" in served.uses else {})
     flags = {"token_ids": "return_token_ids", "names_are_ids": "return_tokens_as_token_ids"}
     how |= {name: fields.take(given, bool, False) for name, given in flags.items()}
     fields.take("safety_identifier", str)

@@ -10,8 +10,9 @@ from tokenizers import decoders, models
 
 from batching import Engine, EngineConfig, Request, SamplingParams
 from batching.plan import Sampled
-from model.checkpoint import load
+from model.checkpoint import load, read_tokenizer, resolve
 from model.tokenizer import Tokenizer
+from tests.batching.fake_engine import fake_engine
 from tests.batching.test_engine import prompt_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -239,13 +240,13 @@ def test_end_tokens_and_their_text(tiny, words):
 
 def test_a_streams_pieces_are_the_text_and_unfinished_characters_come_at_the_end():
     """The real tokenizer: emoji are split over tokens, and a limit may cut one in two."""
-    loaded = load("smollm2-135m-instruct")
-    engine = Engine(loaded.model, EngineConfig(slots=2, max_len=64, chunk_sizes=(16,)), tokenizer=loaded.tokenizer)
-    emoji = loaded.tokenizer.encode("😀🚀 done")
+    tokenizer = read_tokenizer(resolve("smollm2-135m-instruct"))
+    engine = fake_engine(tokenizer=tokenizer)
+    emoji = tokenizer.encode("😀🚀 done")
     forced = iter(emoji[:-2])
     engine.run = lambda turn: Sampled(jnp.asarray([next(forced)] * 2))  # the tokens that the model "draws"
-    request = Request(prompt="x", params=SamplingParams(max_tokens=len(emoji) - 2), id="a")
+    request = Request(prompt_ids=[5], params=SamplingParams(max_tokens=len(emoji) - 2), id="a")
     deltas = list(engine.stream([request]))
-    text = loaded.tokenizer.decode(emoji[:-2])
+    text = tokenizer.decode(emoji[:-2])
     assert "".join(delta.text for delta in deltas) == deltas[-1].output.text == text
     assert json.dumps(text)

@@ -35,6 +35,7 @@ BAD_COMPLETIONS = [  # fields, the field that the error is about, and a part of 
     ({"n": 1000}, "n", "at most 128"),
     ({"n": 1000, "temperature": 0}, "n", "at most 128"),
     ({"best_of": 3}, "best_of", "other than n"),
+    ({"user": 5}, "user", "must be a string"),
     ({"max_tokens": -1}, "max_tokens", "at least"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_tokens": 2.5}, "max_tokens", "an integer"),
