@@ -32,6 +32,7 @@ from model.token_bytes import TokenBytes
 from model.tokenizer import Tokenizer
 
 CACHED = 64  # grammars
+DEAD_END = "no token continues the text"
 WHITESPACE = r"[ \n\r\t]{1,24}"
 
 
@@ -56,9 +57,10 @@ class GrammarCompiler:
         except ValueError as error:
             self.refusal = str(error)
             return
-        texts = (self._tokens.of + [b""] * vocab_size)[:vocab_size]
+        self._texts = texts = (self._tokens.of + [b""] * vocab_size)[:vocab_size]
         for token in eos_ids:
             texts[token] = b""
+        self._shortest_first = np.array(sorted(range(vocab_size), key=lambda token: len(texts[token])))
         self.without_text = frozenset(token for token, text in enumerate(texts) if not text)
         # The library's own end is one past the vocabulary: its bit in a mask says that the text may end.
         self._tokenizer = LLTokenizer(_Vocabulary(self._tokens, [*texts, b""], end=vocab_size))  # pyright: ignore
@@ -114,7 +116,28 @@ class GrammarCompiler:
         state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if state.is_error():
             raise ValueError(f"{name}: {_reason(state)}")
+        if (limit := self._limit_at_the_start(state)) is not None:
+            raise ValueError(f"{name} is past the library's limits: {limit}")
         return state
+
+    def _limit_at_the_start(self, state: LLMatcher) -> str | None:
+        """The limit of the library that no text gets past, since already its first byte breaks it; None if one does.
+
+        A longer token that starts with one that breaks a limit is no way out, though it may be the whole text.
+        """
+        limit, broken, start = None, list[bytes](), state.deep_copy()
+        allowed = np.unpackbits(np.frombuffer(start.compute_bitmask(), np.uint8), bitorder="little")
+        if start.is_error():
+            return None if (reason := _reason(start)) == DEAD_END else reason
+        for token in self._shortest_first[allowed[self._shortest_first] != 0].tolist():
+            if self._texts[token].startswith(tuple(broken)):
+                continue
+            copy = state.deep_copy()
+            if copy.consume_token(token):
+                return None
+            limit = _reason(copy)
+            broken.append(self._texts[token])
+        return limit
 
     def _source(self, name: str, constraint: str | tuple[str, ...]) -> str:
         """The constraint in the library's language."""
@@ -168,8 +191,8 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why it could go no further: a token that does not follow, or a grammar past the library's limits."""
-        return self._refused or (_reason(self.state) if self.state.is_error() else None)
+        """Why it could go no further: a grammar past the library's limits, or a token that does not follow."""
+        return _reason(self.state) if self.state.is_error() else self._refused
 
 
 @functools.cache
@@ -210,10 +233,10 @@ def _unforced(grammar: str) -> str:
 def _reason(state: LLMatcher) -> str:
     """The library's message, without the picture of the place."""
     message = state.get_error().partition("\n<state>")[0]
-    message = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", message)
+    message = re.sub(r"^(at \d+\(\d+\): (failed to compile JSON schema: )?|Parser Error: )", "", message)
     before, found, after = message.partition("\nerror: ")
     text = after.partition("\n")[0] if found else before.partition("\n")[0]
-    return "no token continues the text" if text.startswith("NoExtension") else text.strip()
+    return DEAD_END if text.startswith("NoExtension") else text.strip()
 
 
 def slot_masks(sequences: Sequence[SequenceState], slots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -110,7 +110,10 @@ class Intake:
         for word in params.bad_words:
             assert self.tokenizer is not None
             texts = word.lstrip(), f" {word.lstrip()}"
-            first, spaced = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+            try:
+                first, spaced = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+            except ValueError as error:
+                raise ValueError(f"bad_words holds {word!r}: {error}") from error
             if not first:
                 raise ValueError(f"bad_words holds {word!r}, for which there is no token")
             forms = [first] if spaced[-len(first) :] == first else [first, spaced]

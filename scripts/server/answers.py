@@ -22,11 +22,12 @@ def event(value: Any) -> bytes:
 
 
 @dataclass
-class Choice:
-    """One of an answer's choices, as far as it was told."""
+class Sample:
+    """One sample of a request, and the choices that it is told as, as far as it was told."""
 
-    index: int
+    choices: range
     teller: Teller
+    tokens: int = 0
     begun: bool = False
 
 
@@ -34,7 +35,7 @@ class Answer:
     """What is told of the requests of one body: at once by `whole`, or piece after piece by `piece`."""
 
     def __init__(self, name: str, asked: Asked, requests: Sequence[Request], served: Served, names: TokenNames) -> None:
-        self.asked, self._requests, self._served = asked, requests, served
+        self.asked, self._served = asked, served
         what = "chat.completion" if asked.chat else "text_completion"
         self._head = {
             "id": name,
@@ -42,49 +43,61 @@ class Answer:
             "created": int(time.time()),
             "model": served.model,
         }
-        samples, self._choices = asked.params.n * asked.copies, dict[tuple[str, int], list[Choice]]()
         self._prompts = {request.id: place for place, request in enumerate(requests)}
+        self._prompt_ids: dict[str, list[int]] = {one.id: list(one.prompt_ids or ()) for one in requests}
+        self._echoes: dict[str, str] = {}
+        self._samples: dict[tuple[str, int], Sample] = {}
         for place, request in enumerate(requests):
-            for number in range(samples):
+            for number in range(asked.params.n):
+                first = (place * asked.params.n + number) * asked.copies
                 teller = Teller(names, served.tokenizer, ids=asked.names_are_ids)
-                choice = Choice(place * samples + number, teller)
-                self._choices.setdefault((request.id, number // asked.copies), []).append(choice)
+                self._samples[request.id, number] = Sample(range(first, first + asked.copies), teller)
         self._outputs: list[Output] = []
 
     # At once.
 
     def whole(self, outputs: Iterable[Output]) -> bytes:
         """The body of the answer. Raises ApiError if a request did not come to its end."""
-        choices = []
+        choices, body = list[dict[str, Any]](), dict[str, Any]()
         for output in outputs:
             self.ended(output)
-            choices += [self._finished(choice, output) for choice in self._choices[output.id, output.index]]
+            sample = self._samples[output.id, output.index]
+            told, of_prompt = self._finished(sample, output), self._of_prompt(sample, output)
+            if self.asked.chat:  # there is one prompt
+                body = of_prompt
+            else:
+                told |= of_prompt
+            choices += [{"index": index} | told for index in sample.choices]
         choices.sort(key=lambda choice: choice["index"])
-        return encoded(self._head | {"choices": choices, "usage": self.usage()}).encode()
+        return encoded(self._head | {"choices": choices, "usage": self.usage()} | body).encode()
 
-    def _finished(self, choice: Choice, output: Output) -> dict[str, Any]:
+    def _finished(self, sample: Sample, output: Output) -> dict[str, Any]:
         asked, text = self.asked, output.text or ""
-        told: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(choice, output)}
+        told: dict[str, Any] = {"logprobs": self._logprobs(sample, output)}
         told |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
         if asked.chat:
             told["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             told["text"] = self._echo(output.id) + text
-        if asked.prompt_logprobs:
-            told["prompt_logprobs"] = choice.teller.prompt(output.prompt_logprobs or ())
-        return told | self._ids(output.id, output.token_ids)
+        return told | ({"token_ids": output.token_ids} if asked.token_ids else {})
 
-    def _logprobs(self, choice: Choice, output: Output) -> dict[str, Any] | None:
+    def _of_prompt(self, sample: Sample, output: Output) -> dict[str, Any]:
+        told: dict[str, Any] = {"prompt_token_ids": self._prompt_ids[output.id]} if self.asked.token_ids else {}
+        if self.asked.prompt_logprobs:
+            told["prompt_logprobs"] = sample.teller.prompt(output.prompt_logprobs or ())
+        return told
+
+    def _logprobs(self, sample: Sample, output: Output) -> dict[str, Any] | None:
         """Of a completion with echo, the prompt's too."""
         if output.logprobs is None:
             return None
         if self.asked.chat:
-            return choice.teller.chat(output.logprobs)
+            return sample.teller.chat(output.logprobs)
         before: dict[str, list[Any]] = {}
         if self.asked.echo:
-            before = choice.teller.completion(self._prompt_ids(output.id), output.prompt_logprobs or ())
-            choice.teller.goes_on_at(len(self._echo(output.id)))
-        after = choice.teller.completion([one.token_id for one in output.logprobs], output.logprobs)
+            before = sample.teller.completion(self._prompt_ids[output.id], output.prompt_logprobs or ())
+            sample.teller.goes_on_at(len(self._echo(output.id)))
+        after = sample.teller.completion([one.token_id for one in output.logprobs], output.logprobs)
         return {name: before.get(name, []) + values for name, values in after.items()}
 
     # Piece after piece.
@@ -93,35 +106,40 @@ class Answer:
         """The events that a delta brings, perhaps none. Raises ApiError if its request did not come to its end."""
         if delta.output is not None:
             self.ended(delta.output)
-        return b"".join(self._chunks(choice, delta) for choice in self._choices[delta.id, delta.index])
-
-    def _chunks(self, choice: Choice, delta: Delta) -> bytes:
-        asked, before, text = self.asked, b"", delta.text or ""
-        first, choice.begun = not choice.begun, True
+        asked, sample, text = self.asked, self._samples[delta.id, delta.index], delta.text or ""
+        first, sample.begun = not sample.begun, True
+        sample.tokens += len(delta.token_ids)
+        before = b""
         if first and asked.chat:
-            before = self._event(choice, {"delta": {"role": "assistant", "content": ""}})
+            before = self._events(delta, {"delta": {"role": "assistant", "content": ""}}, first)
         if first and asked.echo:
             text = self._echo(delta.id) + text
         told: dict[str, Any] = {"delta": {"content": text} if text else {}} if asked.chat else {"text": text}
         if delta.logprobs:
-            told["logprobs"] = self._told(choice, delta.logprobs)
+            told["logprobs"] = self._told(sample, delta.logprobs)
         if asked.token_ids:
-            told |= self._ids(delta.id, delta.token_ids, first)
+            told["token_ids"] = delta.token_ids
         if delta.output is not None:
             told |= {"finish_reason": delta.output.finish_reason, "stop_reason": delta.output.stop_reason}
         elif not text and not delta.logprobs and not (asked.token_ids and delta.token_ids):
             return before
-        return before + self._event(choice, told)
+        return before + self._events(delta, told, first and not asked.chat)
 
-    def _told(self, choice: Choice, logprobs: list[Logprobs]) -> dict[str, Any]:
+    def _told(self, sample: Sample, logprobs: list[Logprobs]) -> dict[str, Any]:
         if self.asked.chat:
-            return choice.teller.chat(logprobs)
-        return choice.teller.completion([one.token_id for one in logprobs], logprobs)
+            return sample.teller.chat(logprobs)
+        return sample.teller.completion([one.token_id for one in logprobs], logprobs)
 
-    def _event(self, choice: Choice, told: dict[str, Any]) -> bytes:
-        usage = {"usage": None} if self.asked.include_usage else {}
-        one = {"index": choice.index, "logprobs": None, "finish_reason": None} | told
-        return event(self._head | {"choices": [one]} | usage)
+    def _events(self, delta: Delta, told: dict[str, Any], first: bool) -> bytes:
+        """The same for each of a sample's choices, with the prompt's token ids where these come first."""
+        asked, sample, body = self.asked, self._samples[delta.id, delta.index], dict[str, Any]()
+        if asked.include_usage:
+            used = self._usage(len(self._prompt_ids[delta.id]), sample.tokens) if asked.usage_so_far else None
+            body["usage"] = used
+        if first and asked.token_ids:
+            (body if asked.chat else told)["prompt_token_ids"] = self._prompt_ids[delta.id]
+        common = {"logprobs": None, "finish_reason": None} | told
+        return b"".join(event(self._head | {"choices": [{"index": index} | common]} | body) for index in sample.choices)
 
     def last(self) -> bytes:
         """The events after those of the choices."""
@@ -141,28 +159,20 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many samples it has."""
         firsts = [output for output in self._outputs if output.index == 0]
-        prompt = sum(output.prompt_tokens for output in firsts)
         generated = sum(output.completion_tokens for output in self._outputs) * self.asked.copies
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in firsts)},
-        }
+        used = self._usage(sum(output.prompt_tokens for output in firsts), generated)
+        return used | {"prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in firsts)}}
 
-    def _ids(self, request: str, token_ids: Sequence[int], first: bool = True) -> dict[str, Any]:
-        if not self.asked.token_ids:
-            return {}
-        return ({"prompt_token_ids": self._prompt_ids(request)} if first else {}) | {"token_ids": list(token_ids)}
-
-    def _prompt_ids(self, request: str) -> list[int]:
-        return list(self._requests[self._prompts[request]].prompt_ids or ())
+    def _usage(self, prompt: int, generated: int) -> dict[str, Any]:
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _echo(self, request: str) -> str:
         """The prompt as a text, if it is wanted."""
         if not self.asked.echo:
             return ""
-        prompt = self.asked.prompts[self._prompts[request]]
-        if isinstance(prompt, str):
-            return prompt
-        return "" if self._served.tokenizer is None else self._served.tokenizer.decode(prompt)
+        if request not in self._echoes:
+            prompt, tokenizer = self.asked.prompts[self._prompts[request]], self._served.tokenizer
+            if not isinstance(prompt, str):
+                prompt = "" if tokenizer is None else tokenizer.decode(prompt)
+            self._echoes[request] = prompt
+        return self._echoes[request]

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import json
 import logging
+import math
 import time
 import uuid
 from base64 import b64decode
@@ -21,7 +22,17 @@ from starlette.types import Receive, Scope, Send
 from batching import AsyncEngine, Engine, Output, QueueFull, Request
 from scripts.server import openapi, tokens
 from scripts.server.answers import Answer
-from scripts.server.connection import EVENTS, Endpoint, Handler, Memory, Sender, Share, read_body, while_connected
+from scripts.server.connection import (
+    EVENTS,
+    Endpoint,
+    Handler,
+    Memory,
+    Sender,
+    Share,
+    read_body,
+    unless,
+    while_connected,
+)
 from scripts.server.errors import ApiError, Gone, closing
 from scripts.server.logprobs import TokenNames
 from scripts.server.prompts import requests_of, tokenised
@@ -33,6 +44,7 @@ OPEN = ("/health",)  # needs no key
 PAGES = ("/", "/live", "/metrics")  # a browser asks for the key, which it sends as a password
 LARGE = 2**16  # bytes of a body that the event loop does not wait for
 BODIES = 16  # so many of the largest size are read at once
+UNREAD = 2**28  # bytes of answers that clients have not read
 
 
 @dataclass(frozen=True)
@@ -45,8 +57,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("body_bytes", "choices", "stall_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
 
 
 class App:
@@ -58,8 +70,9 @@ class App:
         uses = frozenset(getattr(engine.scheduler.policy, "uses", ()))
         choices = min(self.limits.choices, engine.config.max_queue)
         self.served = Served(model, engine.tokenizer, engine.config.max_len, choices, uses)
-        self._names, self._memory = TokenNames(engine.tokenizer), Memory(BODIES * self.limits.body_bytes)
-        self.closing = False
+        self._names = TokenNames(engine.tokenizer)
+        self._bodies, self._answers = Memory("reads", BODIES * self.limits.body_bytes), Memory("sends", UNREAD)
+        self._closing = asyncio.Event()
         self.watch = Watch(engine, model)  # before the engine's thread
         self._engine, self.engine = engine, AsyncEngine(engine)
         self._document = openapi.document(model)
@@ -78,10 +91,18 @@ class App:
             redirect_slashes=False,
         )
 
+    @property
+    def closing(self) -> bool:
+        return self._closing.is_set()
+
+    def stop(self) -> None:
+        """Take no new requests, nor those whose bodies are still being sent, and leave the pages."""
+        self._closing.set()
+        self.watch.close()
+
     async def close(self) -> None:
         """End what runs: who still waits is told that the server shuts down. May be called again."""
-        self.closing = True
-        self.watch.close()
+        self.stop()
         await self.engine.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,7 +157,7 @@ class App:
     def _generation(self, read: Callable[[bytes, Served], Asked], prefix: str) -> Handler:
         async def handle(scope: Scope, receive: Receive, sender: Sender) -> None:
             name = f"{prefix}-{uuid.uuid4().hex}"
-            with self._memory.share() as share:
+            with self._bodies.share() as share:
                 body = await self._body(scope, receive, share)
                 if len(body) > LARGE:
                     asked = await while_connected(asyncio.to_thread(read, body, self.served), receive)
@@ -151,17 +172,20 @@ class App:
 
     async def _body(self, scope: Scope, receive: Receive, share: Share) -> bytes:
         limits = self.limits
-        return await read_body(scope, receive, share, most=limits.body_bytes, within_s=limits.stall_s)
+        body = read_body(scope, receive, share, most=limits.body_bytes, within_s=limits.stall_s)
+        return await unless(self._closing.wait(), closing(), body)
 
     async def _whole(self, answer: Answer, requests: list[Request], sender: Sender) -> None:
         with _told(len(requests)):
             outputs = await self.engine.generate(requests)
         self._ended(outputs, answer.asked)
-        if any(output.logprobs or output.prompt_logprobs for output in outputs):  # it may take its time
+        if answer.asked.echo or any(output.logprobs or output.prompt_logprobs for output in outputs):  # it takes time
             body = await asyncio.to_thread(answer.whole, outputs)
         else:
             body = answer.whole(outputs)
-        await sender.json(body)
+        with self._answers.share() as share:
+            share.take(len(body))
+            await sender.json(body)
 
     async def _stream(self, answer: Answer, requests: list[Request], sender: Sender) -> None:
         """The status waits for the first piece, and so is that of a request that cannot be served."""
@@ -184,7 +208,7 @@ class App:
 
     def _ended(self, outputs: Iterable[Output], asked: Asked) -> None:
         for output in outputs:
-            self.watch.ended(output, asked.params)
+            self.watch.ended(output, asked.params, asked.copies)
             if output.finish_reason == "error":
                 log.error("request %s: %s", output.id, output.error)
 
@@ -192,7 +216,7 @@ class App:
 
     def _in_thread(self, function: Callable[[bytes, Served], dict[str, Any]]) -> Handler:
         async def handle(scope: Scope, receive: Receive, sender: Sender) -> None:
-            with self._memory.share() as share:
+            with self._bodies.share() as share:
                 body = await self._body(scope, receive, share)
                 answer = await while_connected(asyncio.to_thread(function, body, self.served), receive)
             await sender.json(json.dumps(answer).encode())
@@ -213,6 +237,8 @@ class App:
             "object": "model",
             "created": self._created,
             "owned_by": "carousel",
+            "root": self.served.model,
+            "parent": None,
             "max_model_len": self.served.max_len,
         }
 
@@ -236,7 +262,7 @@ def _told(prompts: int) -> Any:
         place, _, reason = str(error).removeprefix("request ").partition(": ")
         if not place.isdigit():
             raise
-        raise refused(ValueError(reason if prompts == 1 else f"prompt {place}: {reason}")) from None
+        raise refused(reason, "" if prompts == 1 else f"prompt {place}: ") from None
     except RuntimeError as error:
         if str(error) == "the engine is closed":
             raise closing() from None

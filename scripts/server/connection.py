@@ -8,16 +8,18 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from scripts.server.errors import ApiError, Gone
+from scripts.server.errors import ApiError, Gone, overloaded
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream"
+PIECE = 2**16  # bytes
 
 
 @dataclass
 class Memory:
-    """What bodies that are not understood yet may take together, in bytes."""
+    """What bodies may take together, in bytes: those that are not understood yet, or answers that are not read yet."""
 
+    what: str  # the server does with them
     most: int
     held: int = 0
 
@@ -40,7 +42,7 @@ class Share:
     def take(self, count: int) -> None:
         """Raises ApiError where there is no room for so many more bytes."""
         if self.memory.held + count > self.memory.most:
-            raise ApiError(503, "the server reads too many bodies at once", code="overloaded")
+            raise overloaded(f"the server {self.memory.what} too much at once")
         self.held += count
         self.memory.held += count
 
@@ -78,18 +80,23 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body has more than {most} bytes, the limit of this server")
 
 
-async def while_connected[T](work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What some work returns; it is cancelled when the client goes away, and Gone raised. The body must be read."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+async def unless[T](event: Coroutine[Any, Any, Any], error: Exception, work: Coroutine[Any, Any, T]) -> T:
+    """What some work returns; when something else comes first, the work is cancelled and an error raised."""
+    task, other = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
-        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, other), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise error
         return task.result()
     finally:
-        for one in (task, left):
+        for one in (task, other):
             one.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
+        await asyncio.gather(task, other, return_exceptions=True)
+
+
+async def while_connected[T](work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """What some work returns; it is cancelled when the client goes away, and Gone raised. The body must be read."""
+    return await unless(_left(receive), Gone(), work)
 
 
 async def _left(receive: Receive) -> None:
@@ -124,8 +131,11 @@ class Sender:
         await self({"type": "http.response.body", "body": body, "more_body": False})
 
     async def json(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """Of a large body no more is handed on than the client reads."""
         await self.begin(status, JSON, {"Content-Length": str(len(body))} | (headers or {}))
-        await self.end(body)
+        for start in range(0, len(body) - PIECE, PIECE):
+            await self.more(body[start : start + PIECE])
+        await self.end(body[(len(body) - 1) // PIECE * PIECE :])
 
 
 Handler = Callable[[Scope, Receive, Sender], Awaitable[None]]

@@ -43,5 +43,9 @@ def closing() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
+def overloaded(message: str) -> ApiError:
+    return ApiError(503, message, code="overloaded")
+
+
 class Gone(Exception):
     """The client went away, or takes nothing any more: nobody is there to be answered."""

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from scripts.server.app import App
+from scripts.server.wire import Wire
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 30  # of a connection without a request
@@ -23,7 +24,10 @@ CUT_S = 3.0  # after the grace time, for answers to leave and for what is stuck 
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket that connections can be accepted on, port 0 for any that is free. Raises OSError if there is none."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: {host!r}") from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,6 +50,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: App, *, grace_s: float, most_connections: int) -> None:
         config = uvicorn.Config(
             app,
+            http=Wire,
             lifespan="off",
             ws="none",
             log_config=None,
@@ -73,8 +78,7 @@ class HttpServer(uvicorn.Server):
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.closing = True
-        self._app.watch.close()
+        self._app.stop()
         ending = asyncio.create_task(self._end())
         try:
             await super().shutdown(sockets)

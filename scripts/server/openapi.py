@@ -135,19 +135,20 @@ def _sampling() -> dict[str, Schema]:
     numbers["n"]["default"] = 1
     word = {"type": "string", "minLength": 1}
     bias = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
-    bias["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}
+    bias |= {"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties": protocol.MOST["logit_bias"]}
     fields = {name: schema for name, schema in numbers.items() if name in protocol.SAMPLING}
     fields |= {
         "logit_bias": bias,
         "allowed_token_ids": _list(TOKEN_ID, minItems=1, maxItems=protocol.MOST_TOKEN_IDS),
         "bad_words": _list({"type": "string", "pattern": r"\S"}, maxItems=protocol.MOST_BAD_WORDS),
-        "stop_token_ids": _list(TOKEN_ID),
+        "stop_token_ids": _list(TOKEN_ID, maxItems=protocol.MOST["stop_token_ids"]),
         "stop": {"anyOf": [word, _list(word, maxItems=MOST_STOP_STRINGS)]},
         "ignore_eos": FLAG,
     }
-    fields |= {"max_tokens": numbers["max_tokens"], "best_of": numbers["n"], "add_special_tokens": FLAG}
+    fields |= dict.fromkeys(("max_tokens", "max_completion_tokens"), numbers["max_tokens"])
+    fields |= {"best_of": numbers["n"], "add_special_tokens": FLAG}
     fields |= dict.fromkeys(("stream", "return_token_ids", "return_tokens_as_token_ids"), FLAG)
-    options = {"include_usage": FLAG} | _harmless({"include_obfuscation": (False,), "continuous_usage_stats": (False,)})
+    options = {"include_usage": FLAG, "continuous_usage_stats": FLAG} | _harmless(protocol.HARMLESS_IN_STREAMS)
     fields |= {"stream_options": _object({}, options)}
     fields |= {
         "priority": WHOLE,

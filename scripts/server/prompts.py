@@ -8,7 +8,7 @@ from model.tokenizer import Tokenizer
 from scripts.server.errors import ApiError, invalid
 from scripts.server.protocol import Asked, Served, refused, too_long
 
-MOST_LOGPROBS = 2**18  # numbers in an answer: of each token one, and one for each of the most probable ones beside it
+MOST_TOLD = 2**18  # logprobs in an answer: of each token one, and one for each of the most probable ones beside it
 
 
 def tokenised(asked: Asked, served: Served) -> list[list[int]]:
@@ -63,13 +63,14 @@ def requests_of(asked: Asked, prompts: Sequence[Sequence[int]], name: str, serve
             params = _fitting(asked, len(ids), served)
             requests.append(Request(prompt_ids=ids, params=params, id=f"{name}-{index}", **asked.facts))
         except ValueError as error:
-            raise refused(error) from None
+            raise refused(str(error)) from None
         generated = served.max_len - len(ids) + 1 if params.max_tokens is None else params.max_tokens
         each = 0 if params.logprobs is None else (1 + params.logprobs) * generated
         each += 0 if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * len(ids)
         told += each * params.n * asked.copies
-    if told > MOST_LOGPROBS:
-        raise invalid(f"the answer could hold {told} logprobs; at most {MOST_LOGPROBS} are told at once", "logprobs")
+    if told > MOST_TOLD:
+        hint = "" if asked.limited else " (a smaller max_tokens would do)"
+        raise invalid(f"the answer could hold {told} logprobs; at most {MOST_TOLD} are told at once{hint}", "logprobs")
     return requests
 
 

@@ -25,7 +25,8 @@ SAMPLING = (
     "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "n", "stop_token_ids", "stop",
     "ignore_eos", "prompt_logprobs",
 )  # fmt: skip
-NAMES = {*SAMPLING, *FACTS, "max_tokens", "logprobs", "json_schema", "regex", "choice"}  # that the engine speaks of
+ALONE = ("max_tokens", "logprobs", "json_schema", "regex", "choice", "prompt")
+NAMES = {*SAMPLING, *FACTS, *ALONE}  # that the engine speaks of
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "continue_final_message": (False,),
     "include_stop_str_in_output": (False,), "length_penalty": (1, 1.0), "logits_processors": ([],),
@@ -40,9 +41,10 @@ HARMLESS_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",), "tool_choice": ("none", "auto"), "tools": ([],), "verbosity": ("medium",),
     "web_search_options": (),
 }  # fmt: skip
+HARMLESS_IN_STREAMS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 HARMLESS_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": ([],), "audio": (), "function_call": (), "reasoning": (), "reasoning_content": (), "refusal": (),
-    "tool_calls": ([],),
+    "tool_calls": ([],), "type": ("text", "message"),
 }  # fmt: skip
 
 
@@ -70,6 +72,7 @@ class Asked:
     facts: Mapping[str, Any] = field(default_factory=dict)  # for the policy
     stream: bool = False
     include_usage: bool = False
+    usage_so_far: bool = False  # in every event, of its choice
     echo: bool = False
     prompt_logprobs: bool = False  # told as vLLM does, not with an echo
     token_ids: bool = False  # told beside the text
@@ -88,9 +91,9 @@ def completion(body: bytes, served: Served) -> Asked:
     echo, stream = fields.take("echo", bool, False), fields.take("stream", bool, False)
     logprobs, chosen = fields.take("logprobs", int), fields.take_all(SAMPLING)
     told_prompt = "prompt_logprobs" in chosen
-    limit = fields.take("max_tokens", int)
+    limit, limit_name = _limit(fields)
     if limit == 0 and not echo and not told_prompt:
-        raise fields.error("max_tokens", "must be at least 1, or 0 with echo: there would be no answer")
+        raise fields.error(limit_name, "must be at least 1, or 0 with echo: there would be no answer")
     if echo and (logprobs is not None or limit == 0):
         if told_prompt:
             raise fields.error("prompt_logprobs", "cannot be given beside echo, which tells them with logprobs")
@@ -114,29 +117,41 @@ def chat(body: bytes, served: Served) -> Asked:
         raise fields.error("top_logprobs", "needs logprobs to be true")
     if top is not None and not 0 <= top <= MOST_LOGPROBS:
         raise fields.error("top_logprobs", f"must be in 0 .. {MOST_LOGPROBS}, not {top}")
-    limits = {fields.take(name, int) for name in ("max_completion_tokens", "max_tokens")} - {None}
-    if len(limits) > 1:
-        raise fields.error("max_tokens", "and max_completion_tokens mean the same: they must not differ")
-    limit = limits.pop() if limits else None
+    limit, limit_name = _limit(fields)
     if limit == 0:
-        raise fields.error("max_completion_tokens", "must be at least 1, not 0")
+        raise fields.error(limit_name, "must be at least 1, not 0")
     chosen |= {"logprobs": (top or 0) if told else None, "max_tokens": limit}
     fields.take("prompt_cache_key", str)
     fields.refuse(HARMLESS_IN_CHAT)
     return _asked(
-        fields, served, chosen, (messages,), chat=True, stream=fields.take("stream", bool, False),
-        prompt_logprobs="prompt_logprobs" in chosen, add_special_tokens=fields.take("add_special_tokens", bool, False),
+        fields, served, chosen, (messages,), chat=True, limited=limit is not None,
+        stream=fields.take("stream", bool, False), prompt_logprobs="prompt_logprobs" in chosen,
+        add_special_tokens=fields.take("add_special_tokens", bool, False),
     )  # fmt: skip
+
+
+def _limit(fields: Fields) -> tuple[int | None, str]:
+    """Tokens of an answer, and what the client calls that."""
+    given = {name: fields.take(name, int) for name in ("max_tokens", "max_completion_tokens")}
+    limits = {limit for limit in given.values() if limit is not None}
+    if len(limits) > 1:
+        raise fields.error("max_tokens", "and max_completion_tokens mean the same: they must not differ")
+    name = "max_completion_tokens" if given["max_tokens"] is None else "max_tokens"
+    return (limits.pop() if limits else None), name
 
 
 def _asked(fields: Fields, served: Served, chosen: dict[str, Any], prompts: tuple[Any, ...], **how: Any) -> Asked:
     """The fields that both have, and what they mean together."""
     options = Fields(fields.take("stream_options", dict, {}), "stream_options.")
     include_usage = options.take("include_usage", bool, False)
-    options.refuse({"include_obfuscation": (False,), "continuous_usage_stats": (False,)})
+    usage_so_far = options.take("continuous_usage_stats", bool, False)
+    if usage_so_far and not include_usage:
+        raise options.error("continuous_usage_stats", "needs include_usage to be true")
+    options.refuse(HARMLESS_IN_STREAMS)
     options.end()
     if include_usage and not how["stream"]:
         raise fields.error("stream_options", "is for streams: stream is not true")
+    how |= {"include_usage": include_usage, "usage_so_far": usage_so_far}
     if how["stream"] and how["prompt_logprobs"]:
         raise fields.error("prompt_logprobs", "cannot be streamed")
     user = fields.take("user", str)  # what it is to the answer, the policy says
@@ -151,7 +166,7 @@ def _asked(fields: Fields, served: Served, chosen: dict[str, Any], prompts: tupl
     chosen |= constraint(fields)
     fields.end()
     params, copies = _params(chosen)
-    asked = Asked(prompts=prompts, params=params, copies=copies, facts=facts, include_usage=include_usage, **how)
+    asked = Asked(prompts=prompts, params=params, copies=copies, facts=facts, **how)
     if asked.choices > served.most_choices:
         raise invalid(f"{asked.choices} choices are asked for, prompts times n; at most {served.most_choices}", "n")
     return asked
@@ -173,13 +188,14 @@ def _params(chosen: dict[str, Any]) -> tuple[SamplingParams, int]:
         SamplingParams(n=copies)  # whether it is a number
         return one, copies
     except ValueError as error:
-        raise refused(error) from None
+        raise refused(str(error)) from None
 
 
-def refused(error: ValueError) -> ApiError:
-    """What the engine says about a field: the first word is its name."""
-    first = str(error).partition(" ")[0].rstrip(":")
-    return invalid(f"{error!s:.1000}", first if first in NAMES else None)
+def refused(reason: str, where: str = "") -> ApiError:
+    """What the engine says about a field, of which the first word is the name. `where`: what to say before it."""
+    reason = reason.replace("prompt_ids", "prompt")
+    first = reason.partition(" ")[0].rstrip(":")
+    return invalid(f"{where}{reason:.1000}", first if first in NAMES else None)
 
 
 def check_model(fields: Fields, served: Served) -> None:
@@ -264,4 +280,4 @@ def _content(fields: Fields, where: str) -> str:
         if len(part) > 2:
             raise invalid(f"{name} may have a type and a text alone", name)
         texts.append(part["text"])
-    return "".join(texts)
+    return "\n".join(texts)

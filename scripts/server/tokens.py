@@ -33,11 +33,18 @@ def tokenize(body: bytes, served: Served) -> dict[str, Any]:
 
 
 def detokenize(body: bytes, served: Served) -> dict[str, Any]:
-    """Of `/detokenize`. Special tokens keep their texts. Raises ApiError."""
+    """Of `/detokenize`. Special tokens keep their texts. Raises ApiError.
+
+    An id that the tokenizer lacks is refused, even where the model has it (padded embeddings): it has no text.
+    """
     fields = Fields(parse(body))
     check_model(fields, served)
     ids = fields.take("tokens", list)
     fields.end()
-    if ids is None or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+    if ids is None or not all(type(one) is int for one in ids):
         raise invalid("tokens must be a list of token ids", "tokens")
-    return {"prompt": tokenizer_of(served).decode(ids, skip_special_tokens=False)}
+    tokenizer = tokenizer_of(served)
+    outside = next((one for one in ids if not 0 <= one < tokenizer.vocab_size), None)
+    if outside is not None:
+        raise invalid(f"tokens holds {outside!s:.80}; the vocabulary is 0 .. {tokenizer.vocab_size - 1}", "tokens")
+    return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}

@@ -169,14 +169,17 @@ class Watch(Collector):
                 self._ends["cancelled"].inc()
                 self._counters["num_preemptions"].inc(sequence.metrics.preemptions)
 
-    def ended(self, output: Output, params: SamplingParams) -> None:
-        """Of a sample of a request that was queued. Times and lengths are of those that came to their own end."""
+    def ended(self, output: Output, params: SamplingParams, copies: int = 1) -> None:
+        """Of a sample of a request that was queued, told as so many choices.
+
+        Times and lengths are of those that came to their own end.
+        """
         with self._lock:
             self._open.discard((output.id, output.index))
         self._ends[output.finish_reason].inc()
         observed: dict[str, float] = {}
         if output.index == 0:
-            observed["request_params_n"] = params.n
+            observed["request_params_n"] = params.n * copies
             if params.max_tokens is not None:
                 observed["request_params_max_tokens"] = params.max_tokens
         if output.metrics is not None:

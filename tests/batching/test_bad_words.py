@@ -91,6 +91,8 @@ def test_bad_words_are_limited():
     intake = intake_of(spaced_words())
     with pytest.raises(ValueError, match="9 tokens; at most 8 can be"):
         intake._bad_words(SamplingParams(bad_words=[" ".join(["w1"] * 9)]))
+    with pytest.raises(ValueError, match=r"bad_words holds 'w1 \\ud800': .*surrogate"):
+        intake._bad_words(SamplingParams(bad_words=["w1 \ud800"]))
     many = [f"w1 w{index}" for index in range(33)]
     with pytest.raises(ValueError, match=r"33 sequences of several tokens.*at most 32 are looked for"):
         intake._bad_words(SamplingParams(bad_words=many))

@@ -56,8 +56,17 @@ def engine_of(folder: Path, config: EngineConfig = CONFIG) -> Engine:
 class Running:
     """`with Running(engine) as server`: serves it until the end, when every slot must be free."""
 
-    def __init__(self, engine: Engine, *, grace_s: float = 5.0, limits: Limits | None = None, key: str | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        grace_s: float = 5.0,
+        limits: Limits | None = None,
+        key: str | None = None,
+        most_connections: int = 4096,
+    ):
         self.engine, self._grace_s, self._limits, self._key = engine, grace_s, limits, key
+        self._most_connections = most_connections
         self._started, self._thread = threading.Event(), threading.Thread(target=self._run)
         self.failed: BaseException | None = None
 
@@ -74,7 +83,7 @@ class Running:
         with bound("127.0.0.1", 0) as sock:
             self.url, self.port = address_of(sock), sock.getsockname()[1]
             self.app = App(self.engine, "tiny", key=self._key, limits=self._limits)
-            self.http = HttpServer(self.app, grace_s=self._grace_s, most_connections=4096)
+            self.http = HttpServer(self.app, grace_s=self._grace_s, most_connections=self._most_connections)
             serving = asyncio.create_task(self.http.serve([sock]))
             while not self.http.started and not serving.done():
                 await asyncio.sleep(0.001)
@@ -108,6 +117,15 @@ class Running:
         while not what():
             assert time.monotonic() < end, "it did not come about"
             time.sleep(0.002)
+
+    def connect_narrowly(self) -> socket.socket:
+        """The system takes next to nothing of an answer that is not read, here and on the connections that follow."""
+        self.http.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sock = socket.socket()
+        sock.settimeout(LIMIT)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", self.port))
+        return sock
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT)

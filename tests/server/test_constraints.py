@@ -3,6 +3,7 @@
 import json
 
 import jsonschema
+import openai
 import pytest
 
 SCHEMA = {
@@ -52,3 +53,25 @@ def test_text_is_no_constraint(client):
     arguments = {"model": "tiny", "messages": [{"role": "user", "content": "Hot?"}], "temperature": 0, "max_tokens": 9}
     plain = client.chat.completions.create(**arguments)
     assert client.chat.completions.create(**arguments, response_format={"type": "text"}).choices == plain.choices
+
+
+MANY = {"type": "object", "properties": {f"a{index}": {"type": "boolean"} for index in range(500)}}
+
+
+@pytest.mark.parametrize("form", ["response_format", "guided_json", "structured_outputs"])
+def test_more_than_the_library_can_follow(client, caplog, form):
+    """Refused where no text can start; a text that gets there ends with the library's reason in the log."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hot?"}], "seed": 1, "max_tokens": 9}
+    forms = {
+        "response_format": lambda schema: {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        "guided_json": lambda schema: schema,
+        "structured_outputs": lambda schema: {"json": schema},
+    }
+    with pytest.raises(openai.BadRequestError) as told:
+        client.chat.completions.create(**chat, extra_body={form: forms[form](MANY)})
+    assert told.value.param == "json_schema"
+    assert "json_schema is past the library's limits: Current row has 2007 items; max is 2000" in told.value.message
+    later = {"type": "array", "items": MANY, "minItems": 1}
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(**chat, extra_body={form: forms[form](later)})
+    assert "Current row has 2007 items; max is 2000" in caplog.text

@@ -19,10 +19,10 @@ BAD_COMPLETIONS = [  # fields, the field that the error is about, and a part of 
     ({"prompt": [[]]}, "prompt", "must be"),
     ({"prompt": [1.5]}, "prompt", "must be"),
     ({"prompt": [True]}, "prompt", "must be"),
-    ({"prompt": [400]}, None, "vocabulary"),
-    ({"prompt": [-1]}, None, "vocabulary"),
-    ({"prompt": ["abc", [400]]}, None, "prompt 1: prompt_ids holds 400"),
-    ({"prompt": [10**30]}, None, "vocabulary"),
+    ({"prompt": [400]}, "prompt", "prompt holds 400"),
+    ({"prompt": [-1]}, "prompt", "vocabulary"),
+    ({"prompt": ["abc", [400]]}, "prompt", "prompt 1: prompt holds 400"),
+    ({"prompt": [10**30]}, "prompt", "vocabulary"),
     ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
     ({"prompt": ["a"] * 10, "n": 13}, "n", "at most 128"),
     ({"prompt": "\ud800"}, "prompt", "surrogate"),
@@ -38,6 +38,8 @@ BAD_COMPLETIONS = [  # fields, the field that the error is about, and a part of 
     ({"user": 5}, "user", "must be a string"),
     ({"max_tokens": -1}, "max_tokens", "at least"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "must not differ"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"max_tokens": 2.5}, "max_tokens", "an integer"),
     ({"min_tokens": 5}, "min_tokens", "exceeds"),
     ({"seed": 2**64}, "seed", "2**64"),
@@ -56,6 +58,13 @@ BAD_COMPLETIONS = [  # fields, the field that the error is about, and a part of 
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown"),
     ({"stream": True, "echo": True, "logprobs": 1}, "logprobs", "cannot be streamed"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "cannot be streamed"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "needs include_usage",
+    ),
+    ({"prompt": ["a", "b"], "stop_token_ids": [999]}, "stop_token_ids", "prompt 0: stop_token_ids holds 999"),
+    ({"bad_words": ["\ud800"]}, "bad_words", "surrogate"),
     ({"suffix": "end"}, "suffix", "not supported"),
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
@@ -86,7 +95,8 @@ BAD_CHATS = [
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "in 0 .. 20"),
     ({"max_completion_tokens": 3}, "max_tokens", "must not differ"),
-    ({"max_tokens": 0}, "max_completion_tokens", "at least 1"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
     ({"store": True}, "store", "not supported"),
@@ -121,11 +131,12 @@ def test_bad_chats(http, fields, param, part):
 
 
 def test_what_has_no_effect_is_accepted(http):
-    plain = http.post("/v1/chat/completions", json=HELLO | {"seed": 2**64 - 5}).json()
-    reply = http.post("/v1/chat/completions", json=HELLO | HARMLESS)
+    whole = {"messages": [{"role": "user", "content": "hel\nlo"}]}
+    plain = http.post("/v1/chat/completions", json=HELLO | whole | {"seed": 2**64 - 5}).json()
+    reply = http.post("/v1/chat/completions", json=HELLO | HARMLESS | whole)
     assert reply.json()["choices"] == plain["choices"]  # a negative seed is its two's complement
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    messages = [{"role": "user", "content": parts, "tool_calls": None, "refusal": None}]
+    messages = [{"role": "user", "content": parts, "tool_calls": None, "type": "text"}]
     reply = http.post("/v1/chat/completions", json=HELLO | {"messages": messages, "seed": -5})
     assert reply.json()["choices"] == plain["choices"]
 
@@ -177,4 +188,3 @@ def test_tokens_and_texts(http, alone):
     assert found["tokens"] == alone.tokenizer.encode_chat(HELLO["messages"])
     check(http.post("/tokenize", json={"prompt": "a", "messages": []}), 400, "prompt")
     check(http.post("/detokenize", json={"tokens": ["a"]}), 400, "tokens")
-    assert http.post("/detokenize", json={"tokens": [2**31 - 1]}).json() == {"prompt": ""}

@@ -228,6 +228,12 @@ def test_prompt_logprobs(client, alone):
         assert set(told) == {str(token) for token in [*one.top_ids, one.token_id]}
         assert told[str(one.token_id)]["logprob"] == pytest.approx(one.logprob, abs=NEAR)
         assert told[str(one.top_ids[0])]["rank"] == 1
+    found = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=2, n=2, extra_body={"prompt_logprobs": 0, "return_token_ids": True}
+    )
+    assert found.prompt_token_ids == alone.tokenizer.encode_chat(CHAT)
+    assert len(found.prompt_logprobs) == len(found.prompt_token_ids)
+    assert [len(choice.token_ids) for choice in found.choices] == [2, 2]
 
 
 def test_usage_of_streams(client):
@@ -241,6 +247,12 @@ def test_usage_of_streams(client):
         assert last.choices == []
         assert last.usage.completion_tokens == 4 * len(more.get("prompt", [0]))
         assert all(chunk.usage is None for chunk in chunks)
+    arguments["stream_options"] |= {"continuous_usage_stats": True}
+    *chunks, last = client.chat.completions.create(**arguments, messages=CHAT)
+    assert [chunk.usage.prompt_tokens for chunk in chunks] == [last.usage.prompt_tokens] * len(chunks)
+    so_far = [chunk.usage.completion_tokens for chunk in chunks]
+    assert so_far == sorted(so_far)
+    assert so_far[-1] == 4
     *_, last = client.completions.create(**arguments, prompt=[[70] * 40] * 2)
     assert last.usage.prompt_tokens == 80
     assert last.usage.prompt_tokens_details.cached_tokens == 78  # all but the last of each: they are in some slot

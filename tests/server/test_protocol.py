@@ -145,9 +145,13 @@ def test_logprobs_are_numbers():
 
 
 def test_answers_keep_the_order_of_choices():
-    asked = of(completion, prompt=[[1], [2]], temperature=0, n=2)
-    requests = requests_of(asked, [[1], [2]], "a", SERVED)
-    answer = Answer("a", asked, requests, SERVED, TokenNames(letters()))
-    indexes = [[choice.index for choice in choices] for choices in answer._choices.values()]
-    assert indexes == [[0, 1], [2, 3]]
-    assert asked.choices == 4
+    """A sample's copies are beside each other, samples in their order, prompts in theirs."""
+    for fields in ({"temperature": 0}, {"seed": 5}):
+        asked = of(completion, prompt=[[1], [2]], n=2, **fields)
+        answer = Answer("a", asked, requests_of(asked, [[1], [2]], "a", SERVED), SERVED, TokenNames(letters()))
+        choices = {key: [*sample.choices] for key, sample in answer._samples.items()}
+        if "seed" in fields:
+            assert choices == {("a-0", 0): [0], ("a-0", 1): [1], ("a-1", 0): [2], ("a-1", 1): [3]}
+        else:
+            assert choices == {("a-0", 0): [0, 1], ("a-1", 0): [2, 3]}
+        assert asked.choices == 4

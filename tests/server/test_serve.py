@@ -4,17 +4,20 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from scripts.serve import Options, main
+from scripts.command import Refused
+from scripts.serve import KEY, Options, allowed, main
 from tests.server.servers import post
 
 ROOT = Path(__file__).parents[2]
@@ -70,8 +73,9 @@ def test_a_second_signal_ends_at_once(folder):
     with command("--model", str(folder), "--grace-s", "600") as (process, told, _):
         port = int(told[2].rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
-            sock.sendall(post("/tokenize", {"prompt": "a"})[:-1])
-            time.sleep(0.3)  # the server is inside the request
+            long = {"prompt": [70], "n": 128, "max_tokens": 90, "ignore_eos": True, "stream": True}
+            sock.sendall(post("/v1/completions", long))
+            sock.recv(1)  # of its first text: it takes seconds
             process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
             assert process.poll() is None
@@ -89,9 +93,72 @@ def test_what_cannot_be_run(folder, capsys):
     assert main(["--model", str(folder / "none"), "--port", "0"]) == 2
     assert main(["--host", "no.such.host.invalid", "--port", "0"]) == 2
     assert main(["--model", str(folder), "--port", "0", "--max-len", "99999999"]) == 2
-    for wrong in ({"port": 70_000}, {"grace_s": -1.0}, {"api_key": ""}, {"max_connections": 0}):
+    for wrong in ({"port": 70_000}, {"grace_s": -1.0}, {"max_connections": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]):
             Options(**wrong)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_the_model_loads(tmp_path, number, status):
+    """Its configuration is a pipe, from which nothing comes."""
+    os.mkfifo(tmp_path / "config.json")
+    arguments = [sys.executable, "-m", "scripts.serve", *SMALL, "--model", str(tmp_path)]
+    with subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        ended = threading.Timer(LIMIT, process.kill)
+        ended.start()
+        try:
+            with open(tmp_path / "config.json", "w"):  # opens once it is read
+                process.send_signal(number)
+                assert process.wait(LIMIT) == status
+            assert process.communicate() == (None, "")
+        finally:
+            ended.cancel()
+            process.kill()
+
+
+@pytest.mark.parametrize("key", ["sesame", " sesame\n", "\tsesame\r\n", "!~:sesame"])
+def test_whitespace_around_a_key_is_no_part_of_it(monkeypatch, key):
+    monkeypatch.setenv(KEY, key)
+    assert Options().key == Options(api_key=key).key == key.strip()
+    assert Options(api_key="other\n").key == "other"
+
+
+@pytest.mark.parametrize("key", ["", " \n", "ses ame", "ses\name", "s\udcffsame", "sésame", "sesame\x7f", "\0sesame"])
+def test_keys_that_nobody_could_send_are_refused(monkeypatch, capsys, key):
+    with pytest.raises(ValueError, match="must be printable ASCII without spaces, not empty") as told:
+        Options(api_key=key)
+    assert "same" not in str(told.value)
+    if "\0" not in key:
+        monkeypatch.setenv(KEY, key)
+        with pytest.raises(SystemExit):
+            main(["--port", "0"])
+        assert "same" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "found", "said"),
+    [
+        ((1024, 4224), 4096, 4096, None),
+        ((1024, resource.RLIM_INFINITY), 4096, 4096, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, 4096, None),
+        ((1024, 1024), 896, 896, None),
+        ((256, 1024), 4096, 896, "at most 896 connections at once, not 4096: this process may have 1024 open files"),
+    ],
+)
+def test_connections_that_there_are_files_for(monkeypatch, limits, wanted, found, said):
+    told, held = [], []
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    monkeypatch.setattr("resource.setrlimit", lambda _, pair: held.append(pair))
+    assert allowed(wanted, told.append) == found
+    assert told == ([f"warning: {said}"] if said else [])
+    assert held in ([], [(found + 128, limits[1])])
+
+
+def test_too_few_files_to_serve(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 128))
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    with pytest.raises(Refused, match="128 open files, too few to serve"):
+        allowed(4096, print)
 
 
 def test_a_warning_where_everybody_may_ask(folder, capsys):

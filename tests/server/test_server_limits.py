@@ -109,7 +109,7 @@ def test_bodies_share_memory():
         socks = [server.connect() for _ in range(17)]
         for sock in socks:
             sock.sendall(post("/v1/completions", b" " * 1000)[:-1])
-        server.wait(lambda: server.app._memory.held > 15_000 and len(server.http.server_state.connections) >= 17)
+        server.wait(lambda: server.app._bodies.held > 15_000 and len(server.http.server_state.connections) >= 17)
         statuses = []
         for sock in socks:
             sock.sendall(b" ")
@@ -117,7 +117,22 @@ def test_bodies_share_memory():
             sock.close()
         assert sorted(set(statuses)) == [b"400", b"503"]
         assert statuses.count(b"503") == 1
-        server.wait(lambda: server.app._memory.held == 0)
+        server.wait(lambda: server.app._bodies.held == 0)
+
+
+def test_answers_that_nobody_reads_share_memory():
+    """Who takes none of a large answer keeps others from theirs, not from small ones, and until it is gone."""
+    fields = {"prompt": [5], "temperature": 0, "n": 128, "max_tokens": 400, "return_token_ids": True}
+    with Running(fake_engine(slots=2, max_len=1024, tokenizer=letters())) as server:
+        with server.connect_narrowly() as silent, httpx2.Client(base_url=server.url, timeout=60) as http:
+            size = len(http.post("/v1/completions", json=fields).content)
+            server.app._answers.most = int(1.5 * size)
+            silent.sendall(post("/v1/completions", fields | {"n": 100}))
+            server.wait(lambda: server.app._answers.held > size / 2)
+            error = check(http.post("/v1/completions", json=fields), 503)
+            assert error["code"] == "overloaded"
+            assert http.post("/v1/completions", json={"prompt": [5]}).status_code == 200
+        server.wait(lambda: server.app._answers.held == 0)
 
 
 def test_no_tokenizer():
@@ -143,7 +158,7 @@ def test_the_loop_waits_for_nobody():
         assert steps.waiting.wait(LIMIT)
         assert http.get("/health").status_code == 200
         assert http.post("/tokenize", json={"prompt": "\u4e00"}).json()["tokens"] == [0]
-        check(http.post("/v1/completions", json={"prompt": [5000]}), 400)
+        check(http.post("/v1/completions", json={"prompt": [5000]}), 400, "prompt")
         assert http.get("/metrics").status_code == 200
         assert len(steps.slots) == 1  # the step is not over
         steps.go_on()

@@ -193,13 +193,15 @@ def test_what_an_output_says(monkeypatch):
         watch.ended(Output("x", [1, 2], "", "length", None, 7, 2, index=index, metrics=times), params)
     scored = Output("y", [], "", "length", None, 11, 0, cached_tokens=4, metrics=Metrics(1.0, 1.5, [], 2.0))
     watch.ended(scored, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    asked = SamplingParams(temperature=0, max_tokens=40)
+    watch.ended(Output("z", [1, 2], "", "cancelled", None, 7, 2, metrics=times), asked, copies=5)  # told five times
     watch.refused(404)
     watch.refused(404)
     watch.refused(503)
     now = told(watch)
-    assert now["num_preemptions_total"] == 6
-    assert (now["request_params_n_count"], now["request_params_n_sum"]) == (2, 4)
-    assert (now["request_params_max_tokens_count"], now["request_params_max_tokens_sum"]) == (2, 40)
+    assert now["num_preemptions_total"] == 8
+    assert (now["request_params_n_count"], now["request_params_n_sum"]) == (3, 9)
+    assert (now["request_params_max_tokens_count"], now["request_params_max_tokens_sum"]) == (3, 80)
     assert now["prompt_tokens_total"] == now["prefix_cache_queries_total"] == 11  # the others' came with their turns
     assert now["prefix_cache_hits_total"] == 4
     assert (now["request_decode_time_seconds_count"], now["e2e_request_latency_seconds_count"]) == (3, 4)
