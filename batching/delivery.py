@@ -115,6 +115,7 @@ class Delivery:
                 index=sequence.index,
                 seed=sequence.seed,
                 error=sequence.error,
+                unservable=sequence.unservable,
                 metrics=sequence.metrics,
             )
 

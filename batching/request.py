@@ -119,6 +119,7 @@ class Output:
     index: int = 0  # which of the request's `n` samples
     seed: int | None = None  # replays the request, or this sample alone with n=1
     error: str | None = None
+    unservable: bool = False  # the error lies in what was asked for: nothing that it allows can follow
     metrics: Metrics | None = None
 
 

@@ -92,7 +92,8 @@ class Scheduler:
         """
         if sequence.finish_reason is None:
             self._end(sequence, "error")
-        sequence.finish_reason, sequence.stop_reason, sequence.error = "error", None, error
+        sequence.finish_reason, sequence.stop_reason = "error", None
+        sequence.error, sequence.unservable = error, False
         if report:
             self._ended.append(sequence)
 
@@ -204,11 +205,8 @@ class Scheduler:
             if sequence.finish_reason is not None:  # ended since the turn was planned: its row was wasted
                 continue
             if token < 0:
-                tokens = len(sequence.prompt) + len(sequence.output)
-                reason = "are not finite" if token == NOT_FINITE else "leave no token that is allowed"
-                if sequence.grammar is not None and sequence.grammar.error is not None:
-                    reason = f"leave no token that the grammar allows: {sequence.grammar.error}"
-                progress.append(self._failed(sequence, f"the logits after {tokens} tokens {reason}"))
+                finite = token != NOT_FINITE
+                progress.append(self._failed(sequence, sequence.without_token(finite), unservable=finite))
                 continue
             try:
                 progress.append(Progress(sequence, self._take(sequence, token, sampled, row, now)))
@@ -228,14 +226,15 @@ class Scheduler:
             sequence.stop_reason = token
             self._end(sequence, "stop")
         elif grammar is not None and (reason := grammar.advance(token)) is not None:
-            sequence.error = grammar.error
+            sequence.error, sequence.unservable = grammar.error, reason == "error"
             self._end(sequence, reason)
         elif len(sequence.output) == sequence.max_tokens:
             self._end(sequence, "length")
         return token
 
-    def _failed(self, sequence: SequenceState, error: str) -> Progress:
+    def _failed(self, sequence: SequenceState, error: str, *, unservable: bool = False) -> Progress:
         self.fail(sequence, error)
+        sequence.unservable = unservable
         return Progress(sequence, None)
 
     def _admit(self, decision: Decision) -> Sequence[SequenceState]:

@@ -59,6 +59,7 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    unservable: bool = False
 
     def __post_init__(self) -> None:
         params, flags = self.params, Flag(0)
@@ -136,6 +137,13 @@ class SequenceState:
             self.prompt_logprobs[position : position + 1] = [one]  # again, if it lost its slot and came back
         return bool(np.isfinite(values).all())
 
+    def without_token(self, finite: bool) -> str:
+        """Why none could be sampled."""
+        reason = "leave no token that is allowed" if finite else "are not finite"
+        if finite and self.grammar is not None and self.grammar.error is not None:
+            reason = f"leave no token that the grammar allows: {self.grammar.error}"
+        return f"the logits after {len(self.prompt) + len(self.output)} tokens {reason}"
+
     def end(self, text: str | None) -> Output:
         """The Output of a sequence that has ended."""
         assert self.finish_reason is not None
@@ -153,6 +161,7 @@ class SequenceState:
             index=self.index,
             seed=self.seed,
             error=self.error,
+            unservable=self.unservable,
             metrics=self.metrics,
         )
 

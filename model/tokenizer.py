@@ -22,8 +22,8 @@ from model.tokenizer_gguf import NAMED_TOKENS, add_bos_and_eos, read_gguf_tokeni
 class Tokenizer:
     """Text <-> token ids, chat template, ids that end a generation.
 
-    `eos_ids` is what the tokenizer's own files say, `vocab_size` counts the ids it knows (with added tokens; a
-    model's embedding may have more rows), `adds_bos` is whether an empty text encodes to something.
+    `eos_ids` is what the tokenizer's own files say, `vocab_size` is above all ids it knows (with added tokens;
+    a model's embedding may have more rows), `adds_bos` is whether an empty text encodes to something.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
         self.eos_ids = frozenset(eos_ids)
-        self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = max(core.get_vocab().values(), default=-1) + 1
         self.adds_bos = bool(self.encode(""))
         self.longest = max(map(len, core.get_vocab()), default=1)  # characters of a token
         self._special_texts = {t.content for t in core.get_added_tokens_decoder().values() if t.special}

@@ -158,7 +158,8 @@ def draw_speeds(axes: "Axes", stages: Sequence[Mapping[str, Any]]) -> None:
     for place, one in enumerate(speeds):
         text = f"  {one['median']:.0f}  ({one['median'] / medians[0]:.1f} x)"
         axes.text(one["highest"], place, text, va="center", fontsize=9)
-    axes.set(xlabel="generated tokens per second", xlim=(0, 1.38 * max(one["highest"] for one in speeds)))
+    axes.set(xlim=(0, 1.38 * max(one["highest"] for one in speeds)))
+    axes.set_xlabel("generated tokens per second (line: lowest to highest)")
     axes.set_yticks(places, [f"{place + 1}  {one['name']}" for place, one in enumerate(stages)])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

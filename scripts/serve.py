@@ -110,7 +110,7 @@ def serve(options: Options, console: Console, report: Report) -> int:
             ready = f"serving {options.name} at {address_of(sock)} ({slots}, {loaded})"
             return await run(server, sock, lambda: report(ready))
 
-        ended_by = asyncio.run(served(), loop_factory=loop_factory())
+        ended_by = asyncio.run(served())
     return 130 if ended_by == signal.SIGINT else 0
 
 
@@ -130,15 +130,6 @@ def ending_at_once(console: Console) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def loop_factory() -> "type[asyncio.AbstractEventLoop] | None":
-    """That of uvloop where it is installed: it takes less of the processors from the model."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.Loop
 
 
 def loopback(host: str) -> bool:

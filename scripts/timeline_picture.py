@@ -12,7 +12,7 @@ from scripts.timeline import Compilations, Kind, Record, Span, Timeline
 HOST, DEVICE, GAP, SLOT = 1, 2, 3, 10  # tracks of a run: slots follow one another
 FIRST_TID = 1000  # of a run's tracks, times the run's number: nowhere else the same
 # Colours that all eyes tell apart (Okabe and Ito, 2008).
-PREFILL, PREFILL_ROOM, DECODE, WAIT, IDLE = "#D55E00", "#F6CDAE", ("#0072B2", "#56B4E9"), "#C6C6C6", "#F3F3F3"
+PREFILL, PREFILL_ROOM, DECODE, WAIT, IDLE = "#D55E00", "#F6CDAE", ("#0072B2", "#56B4E9"), "#EDE29A", "#F3F3F3"
 LIVE, PADDING, QUEUE = "#444444", "#BDBDBD", "#CC79A7"
 
 
@@ -206,7 +206,7 @@ def draw(timelines: Sequence[Timeline], path: str) -> None:
         _draw_steps(queue, timeline, [one.waiting for one in timeline.turns], QUEUE)
         # On a scale of logarithms a turn that is half padding looks the same whatever its size.
         rows.set_yscale("log", base=8)
-        rows.set(ylabel="rows", ylim=(0.7, None))
+        rows.set(ylabel="rows (log)", ylim=(0.7, None))
         marks = [8**power for power in range(6) if 8**power <= rows.get_ylim()[1]]
         rows.set_yticks(marks, [str(one) for one in marks])
         rows.minorticks_off()

@@ -8,7 +8,7 @@ from typing import Any
 
 from batching import Delta, Output, Request
 from batching.request import Logprobs
-from scripts.server.errors import ApiError, closing
+from scripts.server.errors import ApiError, closing, invalid
 from scripts.server.logprobs import Teller, TokenNames
 from scripts.server.protocol import Asked, Served
 
@@ -152,6 +152,8 @@ class Answer:
         """Raises ApiError unless it is an end that a client can be told of."""
         if output.finish_reason == "cancelled":
             raise closing()
+        if output.unservable:
+            raise invalid(f"the request cannot be served: {output.error}", code="unservable")
         if output.finish_reason == "error":
             raise ApiError(500, f"the request failed in the engine; the server's log says why, at {output.id}")
         self._outputs.append(output)

@@ -209,7 +209,7 @@ class App:
     def _ended(self, outputs: Iterable[Output], asked: Asked) -> None:
         for output in outputs:
             self.watch.ended(output, asked.params, asked.copies)
-            if output.finish_reason == "error":
+            if output.finish_reason == "error" and not output.unservable:
                 log.error("request %s: %s", output.id, output.error)
 
     # The rest.

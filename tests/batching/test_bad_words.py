@@ -32,6 +32,7 @@ def test_a_row_that_may_draw_nothing_ends_with_an_error_alone():
     bad, good = engine.generate([[5, 6]] * 2, [SamplingParams(**greedy, **nothing), SamplingParams(**greedy)])
     assert (bad.finish_reason, bad.completion_tokens) == ("error", 1)
     assert bad.error == "the logits after 3 tokens leave no token that is allowed"
+    assert bad.unservable
     assert good.token_ids == plain.token_ids
     with pytest.raises(ValueError, match="together leave no token that may be sampled"):
         engine.generate([[5]], SamplingParams(allowed_token_ids=[7], bad_words=["w7"]))

@@ -155,6 +155,7 @@ def test_min_tokens_holds_where_the_grammar_leaves_room(engine):
     assert set(roomy.text) == {"a"}
     assert tight.finish_reason == "error"
     assert tight.error == "the logits after 12 tokens leave no token that is allowed"
+    assert tight.unservable
     assert tight.text == "aaa"
     assert other.text == "ab"
 

@@ -139,6 +139,7 @@ def test_non_finite_logits_end_that_request_alone(alone):
     outputs = engine.generate([bad, good[0], good[1]])
     assert outputs[0].finish_reason == "error"
     assert outputs[0].error == "the logits after 3 tokens are not finite"
+    assert not outputs[0].unservable
     assert [output.token_ids for output in outputs[1:]] == expected
 
 

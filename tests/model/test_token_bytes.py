@@ -3,9 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models
 
 from model.token_bytes import TokenBytes
+from model.tokenizer import Tokenizer
 from tests.model.test_tokenizer import byte_level_fields, smollm, spm_fields, tokenizer_from_gguf
 
 TOKENIZERS = {
@@ -55,3 +57,8 @@ def test_decoders_that_want_the_whole_text_are_refused():
     tokenizer._core.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip("a", 0, 1)])
     with pytest.raises(ValueError, match="its decoder works on whole texts"):
         TokenBytes(tokenizer)
+
+
+def test_ids_with_gaps():
+    tokenizer = Tokenizer(Core(models.WordLevel({"a": 0, "b": 7}, unk_token="a")))
+    assert (tokenizer.decode([7]), tokenizer.vocab_size) == ("b", 8)

@@ -60,7 +60,7 @@ MANY = {"type": "object", "properties": {f"a{index}": {"type": "boolean"} for in
 
 @pytest.mark.parametrize("form", ["response_format", "guided_json", "structured_outputs"])
 def test_more_than_the_library_can_follow(client, caplog, form):
-    """Refused where no text can start; a text that gets there ends with the library's reason in the log."""
+    """Refused, where no text can start beforehand."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hot?"}], "seed": 1, "max_tokens": 9}
     forms = {
         "response_format": lambda schema: {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
@@ -72,6 +72,21 @@ def test_more_than_the_library_can_follow(client, caplog, form):
     assert told.value.param == "json_schema"
     assert "json_schema is past the library's limits: Current row has 2007 items; max is 2000" in told.value.message
     later = {"type": "array", "items": MANY, "minItems": 1}
-    with pytest.raises(openai.InternalServerError):
+    with pytest.raises(openai.BadRequestError) as told:
         client.chat.completions.create(**chat, extra_body={form: forms[form](later)})
-    assert "Current row has 2007 items; max is 2000" in caplog.text
+    assert told.value.code == "unservable"
+    assert "Current row has 2007 items; max is 2000" in told.value.message
+    assert not caplog.text
+
+
+def test_what_the_parameters_together_leave_nothing_of(client, alone, caplog):
+    """It is the client's fault, told with the status or in the stream."""
+    fields = {"response_format": {"type": "json_object"}, "allowed_token_ids": alone.tokenizer.encode("{")}
+    arguments = {"model": "tiny", "prompt": "x", "max_tokens": 9, "extra_body": fields}
+    with pytest.raises(openai.BadRequestError) as told:
+        client.completions.create(**arguments)
+    assert told.value.code == "unservable"
+    assert "leave no token that is allowed" in told.value.message
+    with pytest.raises(openai.APIError, match="leave no token that is allowed"):
+        list(client.completions.create(**arguments, stream=True))
+    assert not caplog.text
