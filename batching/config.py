@@ -20,13 +20,13 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 class EngineConfig:
     """How requests are served. Raises ValueError at construction for a value that cannot be."""
 
-    slots: int = 16
+    slots: int = 16  # requests that run at once
     max_len: int = 1024  # positions in a slot: prompt and generated tokens
     chunk_sizes: tuple[int, ...] = (128,)  # most prompt tokens a turn, in a few sizes that are compiled
-    dtype: str = "float32"
+    dtype: str = "float32"  # of weights and arithmetic; float32 or bfloat16
     cache_dtype: str | None = None  # None: as dtype
-    policy: str = "continuous"
-    max_queue: int = 1024
+    policy: str = "continuous"  # who gets the next turn: a name of batching/policies.py, or path.py:Name
+    max_queue: int = 1024  # samples that wait for a slot; there is no room for further ones
     run_ahead: int = 1  # turns that the device may have while their tokens are not read; results are the same
     prefix_reuse: bool = True  # rows that are in some slot already are not computed again; results are the same
     deterministic: bool = False  # logprobs too are the same to the last bit, whatever runs beside a request

@@ -52,7 +52,7 @@ def as_item(job: Job) -> Item:
     plain = SamplingParams(
         temperature=own.temperature, max_tokens=length or 1, ignore_eos=own.ignore_eos, seed=own.seed
     )
-    if replace(own, temperature=0.0) != plain or not own.greedy or request.prompt_ids is None:
+    if not own.greedy or request.prompt_ids is None or replace(own, temperature=0.0) != plain:
         raise Refused(f"{job.where}: only prompt_ids, max_tokens, temperature 0 and ignore_eos can be given here")
     ids = tuple(request.prompt_ids)
     return Item(job.id, length, prompt_ids=ids, ignore_eos=own.ignore_eos, priority=request.priority)

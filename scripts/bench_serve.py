@@ -11,6 +11,7 @@ after Ctrl-C.
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -120,9 +121,13 @@ def bench(options: Options, console: Console, report: Report) -> int:
             runner.run(over_http(client, warm, ticker))
         for number in range(options.repeat):
             text = f"run {number + 1} of {options.repeat}"
-            run: dict[str, Any] = {"engine": through_engine(engine, items, wanted)}
-            with Ticker(console, f"{text}, server", len(items)) as ticker:
-                run["server"] = runner.run(over_http(client, items, ticker))
+            run: dict[str, Any] = {}
+            for side in ("engine", "server") if number % 2 == 0 else ("server", "engine"):
+                with Ticker(console, f"{text}, {side}", len(items)) as ticker:
+                    if side == "engine":
+                        run[side] = through_engine(engine, items, wanted)
+                    else:
+                        run[side] = runner.run(over_http(client, items, ticker))
             firsts = [replace(item, max_tokens=FIRST_TOKENS, ignore_eos=True) for item in items[: options.first_texts]]
             run["first_text"] = runner.run(first_texts(engine, client, firsts))
             runs.append(run)
@@ -145,7 +150,9 @@ def serving(options: Options) -> Iterator[str]:
     model = ["--model", options.model, "--served-model-name", "bench", "--port", "0"]
     command = [sys.executable, "-m", "scripts.serve", *model, *options.engine.arguments]
     said: deque[str] = deque(maxlen=20)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    environment = dict(os.environ)
+    environment.pop("CAROUSEL_API_KEY", None)  # it is asked without one
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         rest = threading.Thread(target=said.extend, args=(process.stderr,))
         try:

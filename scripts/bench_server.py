@@ -175,7 +175,7 @@ async def connected(server: Server, model: str, item: Item, report: Report) -> C
             await ask(server, client.request(item, prompt), item, answer)
         except Failed as error:
             if error.kind in ("error", "timeout"):
-                reason = str(error)
+                reason = reason or str(error)
                 if error.status in NOT_THE_FORM:
                     break
                 continue

@@ -221,9 +221,9 @@ def on_engines(options: Options, workloads: Sequence[Workload], console: Console
 def on_server(options: Options, workloads: Sequence[Workload], console: Console, report: Report) -> Results:
     """As `on_engines`; one client, warmed up by one request."""
     assert options.server is not None
-    key = None if options.api_key_env is None else os.environ.get(options.api_key_env)
+    key = None if options.api_key_env is None else os.environ.get(options.api_key_env, "").strip()
     if options.api_key_env is not None and not key:
-        raise Refused(f"the environment variable {options.api_key_env} is not set")
+        raise Refused(f"the environment variable {options.api_key_env} holds no key")
     server = Server(options.server, options.server_model or "", key, options.connections, options.timeout_s)
     if not server.model:
         server = replace(server, model=asyncio.run(first_model(server)))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -38,6 +39,8 @@ class Server:
         parts = urlsplit(self.url)
         if parts.scheme not in PORTS or not parts.hostname or parts.query or parts.port == 0:
             raise ValueError(f"server must be such as http://localhost:8000, not {self.url!r}")
+        if self.key is not None and not re.fullmatch("[!-~]+", self.key):
+            raise ValueError("the API key must be printable ASCII without spaces, not empty")
 
     def request(self, method: str, path: str, body: Any = None) -> bytes:
         """`path`: what follows /v1/."""

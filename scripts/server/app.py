@@ -51,14 +51,14 @@ UNREAD = 2**28  # bytes of answers that clients have not read
 class Limits:
     """What one client may take of the server."""
 
-    body_bytes: int = 2**20
+    body_bytes: int = 2**20  # of a request
     choices: int = 128  # of one request: prompts times n
     stall_s: float = 60.0  # a body that does not come, or an answer that nobody reads, for so long
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes", "choices", "stall_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+        for name, least in (("body_bytes", 1), ("choices", 1), ("stall_s", 0.1)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least {least} and finite, not {getattr(self, name)}")
 
 
 class App:

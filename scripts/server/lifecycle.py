@@ -74,7 +74,11 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another process listens there since it was looked at
+            addresses = ", ".join(address_of(sock) for sock in sockets or ())
+            raise OSError(error.errno, f"{error.strerror}: {addresses}") from error
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -94,14 +94,15 @@ class Live:
         plan = turn.plan
         strip = Strip(self._number, letters, len(plan.rows.tokens), plan.live_rows, tokens, times.committed, wall_s)
         with self._lock:
-            self._turns.append(strip)
+            if self._pages:
+                self._turns.append(strip)
 
     def snapshot(self, after: int = 0) -> dict[str, Any]:
         """What an event tells: of the turns, those that follow number `after`."""
         engine, now = self._engine, self._clock()
         with self._lock:
             turns = list(self._turns)
-        since = max(now - SPEED_S, turns[0].committed if turns else now)
+        since = max(now - SPEED_S, turns[0].committed - turns[0].wall_s if turns else now)
         tokens = sum(one.tokens for one in turns if one.committed > since)
         slots: list[dict[str, Any] | None] = [None] * engine.config.slots
         for sequence in list(engine.scheduler.running):
@@ -125,8 +126,6 @@ class Live:
 
     async def events(self, scope: Scope, receive: Receive, sender: Sender) -> None:
         """For an `Endpoint`: snapshots until the page goes away. Raises ApiError if there are too many pages."""
-        if scope["method"] not in ("GET", "HEAD"):
-            raise ApiError(405, "this can only be read", headers={"Allow": "GET, HEAD"})
         if self._pages >= MOST_PAGES:
             raise ApiError(503, f"{self._pages} pages look on, at most {MOST_PAGES} may", code="overloaded")
         self._pages += 1
@@ -140,6 +139,7 @@ class Live:
             if not self._pages:
                 with self._lock:
                     self._turns.clear()
+                    self._owners = [None] * len(self._owners)
 
     async def _tell(self, sender: Sender) -> None:
         told, now = 0, asyncio.get_running_loop().time

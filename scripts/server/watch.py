@@ -149,15 +149,16 @@ class Watch(Collector):
                 following.observe(tokens[-1] - tokens[-2])
             else:
                 first.observe(tokens[0] - sequence.metrics.arrival)
-                self._prefilled(len(sequence.prompt), sequence.cached)
+                self._prefilled(sequence)
         self._histograms["iteration_tokens_total"].observe(turn.plan.live_rows)
         self.live.committed(turn, times, count)
 
-    def _prefilled(self, prompt_tokens: int, cached: int) -> None:
-        self._counters["prompt_tokens"].inc(prompt_tokens)
-        if self._engine.config.prefix_reuse:
-            self._counters["prefix_cache_queries"].inc(prompt_tokens)
-            self._counters["prefix_cache_hits"].inc(cached)
+    def _prefilled(self, sequence: SequenceState) -> None:
+        """A prompt that is scored is not looked for."""
+        self._counters["prompt_tokens"].inc(len(sequence.prompt))
+        if self._engine.config.prefix_reuse and sequence.params.prompt_logprobs is None:
+            self._counters["prefix_cache_queries"].inc(len(sequence.prompt))
+            self._counters["prefix_cache_hits"].inc(sequence.cached)
 
     def _left(self, sequences: Sequence[SequenceState]) -> None:
         """The client went away: nobody is told how these end."""
@@ -189,7 +190,7 @@ class Watch(Collector):
             observed["request_prompt_tokens"] = output.prompt_tokens
             observed["request_generation_tokens"] = output.completion_tokens
             if not output.token_ids:  # the prompt was scored, and no turn brought a token
-                self._prefilled(output.prompt_tokens, output.cached_tokens)
+                self._counters["prompt_tokens"].inc(output.prompt_tokens)
         for name, value in observed.items():
             self._histograms[name].observe(value)
 
@@ -220,7 +221,7 @@ class Watch(Collector):
         return [
             Route("/metrics", self._metrics),
             Route("/", self.live.page),
-            Route("/live", Endpoint(self.live.events)),
+            Route("/live", Endpoint(self.live.events), methods=["GET"]),
         ]
 
     def close(self) -> None:

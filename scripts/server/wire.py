@@ -10,6 +10,8 @@ from scripts.server.errors import ApiError, overloaded
 PENDING = 2**16  # bytes that may come before the request ahead of them is answered
 TURNED_AWAY = 64  # connections beyond the limit that are told so; further ones are cut off
 
+UNANSWERED = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # pyright: ignore  # a client's states after its request
+
 
 class Wire(H11Protocol):
     """`limit_concurrency` of the configuration is how many connections there may be, whether they ask or not."""
@@ -29,13 +31,13 @@ class Wire(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._surplus:
             self._refuse(overloaded(f"the server has {self._most} connections, as many as it may"))
-        else:
+        elif self.conn.their_state is not h11.MUST_CLOSE:  # what follows a last request is ignored
             super().data_received(data)
 
     def handle_events(self) -> None:
         """Uvicorn reads no further while there is a next request in line, and would not see the client's end."""
         super().handle_events()
-        if self.conn.their_state is h11.DONE and self.flow.read_paused:
+        if self.conn.their_state in UNANSWERED and self.flow.read_paused:
             if len(self.conn.trailing_data[0]) > PENDING:
                 self.transport.abort()
             else:

@@ -285,7 +285,7 @@ def test_a_server_that_does_not_serve(tmp_path, monkeypatch, capsys):
     items = [Item("a", 3, prompt_ids=(1, 2))]
     with Scripted(good).running() as address:
         for options, reason in (
-            (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+            (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE holds no key"),
             (["--model", "no/such/model"], "no/such/model"),
         ):
             assert run(tmp_path, address, items, *options)[0] == 2

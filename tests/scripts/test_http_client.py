@@ -13,6 +13,12 @@ def test_addresses_that_are_none(address):
         Server(address, "m")
 
 
+@pytest.mark.parametrize("key", ["", "a b", "secret\n", "sésame"])
+def test_keys_that_cannot_be_sent(key):
+    with pytest.raises(ValueError, match="API key must be printable"):
+        Server("http://localhost:8000", "m", key)
+
+
 def read_reply(data: bytes, *, by: int) -> tuple[int, list[str]]:
     """In pieces of so many bytes."""
 

@@ -36,16 +36,20 @@ def served(server, steps) -> None:
     server.wait(server.idle)
 
 
-@pytest.mark.parametrize("more", [b"", b"X", post("/v1/completions", LONG)])
+@pytest.mark.parametrize(
+    ("more", "headers"),
+    [(b"", ()), (b"X", ()), (post("/v1/completions", LONG), ()), (b"X", ("Connection: Upgrade", "Upgrade: h2c"))],
+    ids=["", "a byte", "the next request", "an upgrade"],
+)
 @pytest.mark.parametrize("leave", [socket.socket.close, reset])
 @pytest.mark.parametrize("stream", [False, True])
-def test_while_it_runs(stream, leave, more):
+def test_while_it_runs(stream, leave, more, headers):
     """Also if it had sent what is no part of the request, or the next one."""
     engine = fake_engine(slots=2, tokenizer=letters())
     steps = Steps(engine)
     with Running(engine) as server:
         sock = server.connect()
-        sock.sendall(post("/v1/completions", LONG | {"stream": stream}) + more)
+        sock.sendall(post("/v1/completions", LONG | {"stream": stream}, *headers) + more)
         steps.allowed.release(3)
         if stream:
             assert sock.recv(12) == b"HTTP/1.1 200"

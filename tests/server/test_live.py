@@ -123,6 +123,32 @@ def test_the_strip_is_the_timelines(monkeypatch):
             assert same is (owners[0][slot] == owners[1][slot])
 
 
+def test_the_speed_is_of_whole_turns(monkeypatch):
+    """However few there are: 2 tokens in a turn of 5 ticks, of which 4 ticks later somebody asks."""
+    script = Script(monkeypatch)
+    script.watch.live._pages = 1
+    for name in "ab":
+        script.send(request_of(name, prompt_of(3, ord(name)), max_tokens=1))
+    script.finish()
+    (turn,) = script.watch.live._turns
+    monkeypatch.setattr(script.watch.live, "_clock", lambda: turn.committed + 4)
+    monkeypatch.setattr(live, "SPEED_S", 1e9)
+    assert turn.wall_s > 1
+    assert script.watch.live.snapshot()["tokens_per_s"] == 2 / (turn.wall_s + 4)
+
+
+def test_nothing_is_kept_when_nobody_looks(monkeypatch):
+    script = Script(monkeypatch)
+    shown = script.watch.live
+    shown._pages = 1
+    script.send(request_of("a", prompt_of(3), max_tokens=9))
+    script.engine.step()
+    shown._pages = 0  # while a turn is on its way
+    script.finish()
+    assert not shown._turns
+    assert not shown._flights
+
+
 def test_pages_are_few_and_go(monkeypatch):
     monkeypatch.setattr(live, "PERIOD_S", 0.01)
     engine = fake_engine(slots=2, tokenizer=letters())

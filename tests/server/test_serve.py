@@ -16,8 +16,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from scripts import serve
 from scripts.command import Refused
 from scripts.serve import KEY, Options, allowed, main
+from scripts.server.lifecycle import bound
 from tests.server.servers import post
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +98,22 @@ def test_what_cannot_be_run(folder, capsys):
     for wrong in ({"port": 70_000}, {"grace_s": -1.0}, {"max_connections": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]):
             Options(**wrong)
+
+
+def test_two_servers_that_start_together(folder, capsys):
+    """Both may bind before one listens: the other says where it could not."""
+    with bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        make = serve.make_engine
+
+        def slowly(*arguments):
+            first.listen()
+            return make(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("scripts.serve.make_engine", slowly)
+            assert main([*SMALL, "--model", str(folder), "--port", str(port)]) == 2
+    assert f"http://127.0.0.1:{port}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

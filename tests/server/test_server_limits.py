@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import math
 import threading
 
 import httpx2
+import pytest
 
 from scripts.server.app import Limits
 from tests.batching.fake_engine import fake_engine, letters
@@ -13,6 +15,12 @@ from tests.server.servers import LIMIT, Running, Steps, check, post, read_all
 
 PROMPT = {"prompt": "abc", "max_tokens": 2}
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0, 1e-9])
+def test_limits_are_sensible(value):
+    with pytest.raises(ValueError, match=f"stall_s must be at least 0.1 and finite, not {value}"):
+        Limits(stall_s=value)
 
 
 def test_large_bodies(server):

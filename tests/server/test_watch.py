@@ -12,6 +12,7 @@ from batching import Output, SamplingParams
 from batching.plan import NOT_FINITE
 from batching.request import Metrics
 from scripts.server.watch import FIRST, NEXT, ROWS, WHOLE, Watch
+from tests.batching.fake import alone
 from tests.batching.fake_engine import fake_engine, letters, prompt_of, request_of
 from tests.server.servers import LIMIT, Running, Steps, post, read_all
 
@@ -117,11 +118,22 @@ def test_first_and_further_tokens(monkeypatch):
     for name, tokens in (("a", 6), ("b", 1), ("c", 3)):
         script.send(request_of(name, prompt_of(9, ord(name)), max_tokens=tokens))
     script.finish()
+    assert script.engine.stats.wasted_rows == 0
     metrics = [one.metrics for one in script.outputs]
     script.histogram("time_to_first_token_seconds", [one.tokens[0] - one.arrival for one in metrics], FIRST)
     gaps = np.concatenate([np.diff(one.tokens) for one in metrics])
     assert len(gaps) == 7
     script.histogram("inter_token_latency_seconds", gaps, NEXT)
+
+
+def test_a_row_that_was_wasted_brings_no_token(monkeypatch):
+    """Which token ends the text is seen a turn late."""
+    tokens = alone(prompt_of(9, 1), 6)
+    script = Script(monkeypatch)
+    script.send(request_of("a", prompt_of(9, 1), max_tokens=40, stop_token_ids=[tokens[-1]]))
+    script.finish()
+    assert script.engine.stats.wasted_rows > 0
+    script.histogram("inter_token_latency_seconds", np.diff(script.outputs[0].metrics.tokens), NEXT)
 
 
 def test_turns_and_rows(monkeypatch):
@@ -191,7 +203,7 @@ def test_what_an_output_says(monkeypatch):
     times = Metrics(arrival=1.0, admission=1.5, tokens=[2.0, 3.0], end=3.0, preemptions=2)
     for index in range(3):
         watch.ended(Output("x", [1, 2], "", "length", None, 7, 2, index=index, metrics=times), params)
-    scored = Output("y", [], "", "length", None, 11, 0, cached_tokens=4, metrics=Metrics(1.0, 1.5, [], 2.0))
+    scored = Output("y", [], "", "length", None, 11, 0, metrics=Metrics(1.0, 1.5, [], 2.0))
     watch.ended(scored, SamplingParams(max_tokens=0, prompt_logprobs=0))
     asked = SamplingParams(temperature=0, max_tokens=40)
     watch.ended(Output("z", [1, 2], "", "cancelled", None, 7, 2, metrics=times), asked, copies=5)  # told five times
@@ -202,8 +214,8 @@ def test_what_an_output_says(monkeypatch):
     assert now["num_preemptions_total"] == 8
     assert (now["request_params_n_count"], now["request_params_n_sum"]) == (3, 9)
     assert (now["request_params_max_tokens_count"], now["request_params_max_tokens_sum"]) == (3, 80)
-    assert now["prompt_tokens_total"] == now["prefix_cache_queries_total"] == 11  # the others' came with their turns
-    assert now["prefix_cache_hits_total"] == 4
+    assert now["prompt_tokens_total"] == 11  # the others' came with their turns
+    assert now["prefix_cache_queries_total"] == 0  # and this one was not looked for
     assert (now["request_decode_time_seconds_count"], now["e2e_request_latency_seconds_count"]) == (3, 4)
     assert (now["http_refusals_total:404"], now["http_refusals_total:503"]) == (2, 1)
 
@@ -248,3 +260,21 @@ def test_metrics_of_a_server():
         assert (now["http_refusals_total:400"], now["http_refusals_total:404"]) == (1, 1)
         assert now["time_to_first_token_seconds_count"] in (2, 3)
         assert "process_open_fds" in reply.text
+
+
+def test_scored_prompts_are_not_looked_for(server):
+    """What lm-eval sends."""
+    with httpx2.Client(base_url=server.url, timeout=LIMIT) as http:
+
+        def counts() -> np.ndarray:
+            now = told(http.get("/metrics").text)
+            return np.array([now[name] for name in ("prompt_tokens_total", "prefix_cache_queries_total")])
+
+        before = counts()
+        http.post("/v1/completions", json={"prompt": [70] * 20, "max_tokens": 1})
+        middle = counts()
+        for max_tokens in (0, 1):
+            fields = {"prompt": [71] * 30, "max_tokens": max_tokens, "echo": True, "logprobs": 1}
+            assert http.post("/v1/completions", json=fields).status_code == 200
+        assert (middle - before).tolist() == [20, 20]
+        assert (counts() - middle).tolist() == [60, 0]

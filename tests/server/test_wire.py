@@ -1,14 +1,15 @@
 """What is no HTTP, connections beyond the limit, and bodies as other clients send them."""
 
-import contextlib
 import json
 import os
+import time
 
 import httpx2
 import pytest
 
+from scripts.server.wire import PENDING, TURNED_AWAY
 from tests.batching.fake_engine import fake_engine, letters
-from tests.server.servers import Running, check, post, read_all
+from tests.server.servers import LIMIT, Running, Steps, check, post, read_all
 
 
 def told(reply: bytes) -> tuple[int, dict]:
@@ -60,7 +61,8 @@ def test_too_many_connections():
                 assert (status, error["code"]) == (503, "overloaded")
                 assert "2 connections" in error["message"]
         silent = [server.connect() for _ in range(200)]
-        server.wait(lambda: len(server.http.server_state.connections) <= 66)
+        assert sum(was_cut_off(sock) for sock in silent) == 200 - TURNED_AWAY
+        assert len(server.http.server_state.connections) == 2 + TURNED_AWAY
         for sock in (first, second):
             sock.sendall(post("/v1/completions", {"prompt": "a"}, "Connection: close"))
             assert read_all(sock).startswith(b"HTTP/1.1 200")
@@ -74,19 +76,49 @@ def test_too_many_connections():
         assert refusals(server, 503) == 3
 
 
+def was_cut_off(sock) -> bool:
+    """Before long, or not at all."""
+    sock.settimeout(0.05)
+    try:
+        return not sock.recv(1)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_not_too_much_may_be_sent_before_the_answer():
+    engine = fake_engine(tokenizer=letters())
+    steps = Steps(engine)
+    with Running(engine) as server, server.connect() as sock:
+        sock.sendall(post("/v1/completions", {"prompt": [5], "max_tokens": 60}) + b"X" * PENDING)
+        assert steps.waiting.wait(LIMIT)
+        server.wait(lambda: len(next(iter(server.http.server_state.connections)).conn.trailing_data[0]) == PENDING)
+        sock.sendall(b"X")
+        server.wait(lambda: not server.http.server_state.connections)
+        steps.go_on()
+        server.wait(server.idle)
+        assert len(steps.slots) < 10
+
+
+def test_lines_after_a_last_request_are_ignored():
+    engine = fake_engine(tokenizer=letters())
+    steps = Steps(engine)
+    with Running(engine) as server, server.connect() as sock:
+        sock.sendall(post("/v1/completions", {"prompt": [5], "max_tokens": 3}, "Connection: close"))
+        assert steps.waiting.wait(LIMIT)
+        sock.sendall(b"\r\n")
+        time.sleep(0.05)
+        steps.go_on()
+        assert read_all(sock).startswith(b"HTTP/1.1 200")
+
+
 def test_the_next_request_may_be_sent_before_the_answer():
-    """Not too much of it."""
     ask = post("/v1/completions", {"prompt": [5], "max_tokens": 3})
     last = post("/v1/completions", {"prompt": [6], "max_tokens": 3}, "Connection: close")
-    with Running(fake_engine(tokenizer=letters())) as server:
-        with server.connect() as sock:
-            sock.sendall(ask * 3 + last)
-            assert read_all(sock).count(b"HTTP/1.1 200") == 4
-        with server.connect() as sock:
-            with contextlib.suppress(ConnectionError):
-                sock.sendall(post("/v1/completions", {"prompt": [5], "max_tokens": 60}) + b"X" * 2**20)
-            server.wait(lambda: not server.http.server_state.connections)
-        server.wait(server.idle)
+    with Running(fake_engine(tokenizer=letters())) as server, server.connect() as sock:
+        sock.sendall(ask * 3 + last)
+        assert read_all(sock).count(b"HTTP/1.1 200") == 4
 
 
 CLIENTS = {
