@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from model.files import unique_keys
 from scripts.training.step import Batch
 from scripts.training.tokens import Corpus, Document
 
@@ -19,7 +20,8 @@ FORMS = ({"text"}, {"prompt", "completion"}, {"messages"})  # of a line
 def read_documents(path: Path) -> list[Document]:
     """Those of a file, or of all files below a folder, in the order of their names.
 
-    A text file is a document, of several parts if it is long; a line of JSON is one. Folders and files below `path`
+    A text file is a document, of several parts if it is long; a line of JSON is one. A text is that of its file to
+    the character, with the ends of lines as they are, but without a byte order mark. Folders and files below `path`
     whose names begin with a dot are left out. Raises ValueError, naming file and line, and OSError.
     """
     if path.is_dir():
@@ -33,7 +35,7 @@ def read_documents(path: Path) -> list[Document]:
     documents = []
     for file in files:
         try:
-            content = file.read_text(encoding="utf-8")
+            content = file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}: not UTF-8: {error}") from error
         documents += _lines(file, content) if file.suffix == LINES else _parts(file, content)
@@ -54,10 +56,9 @@ def _parts(file: Path, content: str) -> list[Document]:
         if part and len(part) + len(line) > PART:
             parts.append(part)
             part = ""
-        part += line
-        while len(part) > PART:
-            parts.append(part[:PART])
-            part = part[PART:]
+        *full, rest = (line[at : at + PART] for at in range(0, len(line), PART))
+        parts += full
+        part += rest
     parts += [part] if part else []
     where = f"{file}" if len(parts) == 1 else f"{file} part {{}}"
     return [Document(where.format(n), text, whole=n == len(parts)) for n, text in enumerate(parts, start=1)]
@@ -70,9 +71,11 @@ def _lines(file: Path, content: str) -> list[Document]:
             continue
         where = f"{file} line {number}"
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = json.loads(line, object_pairs_hook=unique_keys)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         keys = set(value) if isinstance(value, dict) else None
         if keys not in FORMS:
             forms = " or ".join("{" + ", ".join(sorted(form, reverse=True)) + "}" for form in FORMS)
@@ -84,10 +87,16 @@ def _lines(file: Path, content: str) -> list[Document]:
 def _content(where: str, value: Mapping[str, Any]) -> Any:
     """A text, a pair of texts, or the messages of a chat, which the tokenizer looks at."""
     if "messages" in value:
+        if not isinstance(value["messages"], list):
+            raise ValueError(f"{where}: messages must be a list, not {value['messages']!r}"[:200])
         return value["messages"]
     texts = tuple(value[name] for name in ("text", "prompt", "completion") if name in value)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where}: must hold strings, not {dict(value)!r}"[:200])
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: has a lone surrogate: {error.object[error.start]!r}") from error
     return texts if len(texts) == 2 else texts[0]
 
 
@@ -121,22 +130,29 @@ class Packer:
     """Batches of `rows` rows of `length` tokens.
 
     A document is cut into pieces of at most `length` pairs of a token and the one that follows it, so that every pair
-    is in one piece; pieces in which nothing counts are left out. In each epoch all are taken once, in an order of its
-    own; a piece goes into the first row with room for it, and a batch is full when the next piece fits nowhere.
-    Raises ValueError where no token counts.
+    is in one piece. Where more than the first token does not count, in a prompt or a chat, a document is its first
+    piece alone, or nothing if nothing counts there: so an answer is learnt from all that is before it. `shortened` is
+    the number of documents that lose tokens that count to this.
+
+    In each epoch all pieces are taken once, in an order of its own; a piece goes into the first row with room for it,
+    and a batch is full when the next piece fits nowhere. Raises ValueError where no token counts.
     """
 
     def __init__(self, corpus: Corpus, rows: int, length: int, seed: int = 0) -> None:
         self.corpus, self.rows, self.length, self.seed = corpus, rows, length, seed
+        self.shortened = 0
         starts, sizes = [], []
         for start, end in itertools.pairwise(corpus.starts.tolist()):
+            if not corpus.counts[start + 1 : end].all():
+                self.shortened += bool(corpus.counts[start + 1 + length : end].any())
+                end = min(end, start + 1 + length)
             for first in range(start, end - 1, length):
                 size = min(length, end - 1 - first)
                 if corpus.counts[first + 1 : first + 1 + size].any():
                     starts.append(first)
                     sizes.append(size)
         if not starts:
-            raise ValueError("no token counts: the documents are empty or of one token each")
+            raise ValueError(f"no token counts: all documents are of one token at most, or prompts of over {length}")
         self.starts, self.sizes = np.array(starts), np.array(sizes)
         self._order: tuple[int, np.ndarray] = (-1, np.array([]))
 

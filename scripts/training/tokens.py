@@ -88,54 +88,64 @@ def tokenise(
 ) -> Corpus:
     """Texts with EOS behind them; of prompts and chats only completions and answers count, with the EOS behind them.
 
-    `eos_ids` end a generation of the model, `vocab_size` is its own. Raises ValueError naming the document.
+    A text, a completion or a message that holds the text of an EOS token is refused: it would be learnt as an end. In
+    a prompt, of which nothing is learnt, such a text is the token, as in one that is served. `eos_ids` end a generation
+    of the model, `vocab_size` is its own. Raises ValueError naming the document.
     """
     eos_ids = frozenset(eos_ids)
     own = sorted(tokenizer.eos_ids or eos_ids)
     if not own:
         raise ValueError("neither tokenizer nor model name an EOS token, with which documents end")
-    every, starts, text_bytes = [], [0], 0
+    ends = [tokenizer.decode([one], skip_special_tokens=False) for one in sorted(eos_ids | set(own))]
+    ends = [end for end in ends if end]
+    every, every_counts, starts, text_bytes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], [0], 0
     for document in tracked(documents, "tokenising", console):
         try:
-            parts = _encode(document, tokenizer, own[0], eos_ids | set(own))
+            parts = _encode(document, tokenizer, own[0], ends)
         except ValueError as error:
             raise ValueError(f"{document.where}: {error}") from error
-        tokens = [(token, counts) for ids, counts, _ in parts for token in ids]
-        text_bytes += sum(len(text.encode()) for _, counts, text in parts if counts)
-        if tokens and tokens[0][1]:  # nothing is before it
-            tokens[0] = first, _ = tokens[0][0], False
-            text_bytes -= len(tokenizer.decode([first]).encode())
-        every.append(np.array(tokens, np.int32).reshape(-1, 2))
-        starts.append(starts[-1] + len(tokens))
-    ids, counts = np.concatenate(every).T if every else np.zeros((2, 0), np.int32)
+        ids = np.concatenate([np.array(part, np.int32) for part, _, _ in parts])
+        counts = np.concatenate([np.full(len(part), counted) for part, counted, _ in parts])
+        text_bytes += sum(len(text.encode()) for _, counted, text in parts if counted)
+        if counts[:1].any():  # nothing is before it
+            counts[0] = False
+            text_bytes -= len(tokenizer.decode([int(ids[0])]).encode())
+        every.append(ids)
+        every_counts.append(counts)
+        starts.append(starts[-1] + len(ids))
+    ids, counts = np.concatenate(every), np.concatenate(every_counts)
     if ids.size and ids.max() >= vocab_size:
         raise ValueError(f"the tokenizer gives token {ids.max()}, but the model's vocabulary is of {vocab_size}")
     where = tuple(document.where for document in documents)
-    return Corpus(np.ascontiguousarray(ids), counts.astype(bool), np.array(starts), where, text_bytes)
+    return Corpus(ids, counts, np.array(starts), where, text_bytes)
 
 
 _Part = tuple[list[int], bool, str]  # token ids, whether they count, their text without EOS
 
 
-def _encode(document: Document, tokenizer: Tokenizer, eos: int, eos_ids: frozenset[int]) -> list[_Part]:
+def _encode(document: Document, tokenizer: Tokenizer, eos: int, ends: Sequence[str]) -> list[_Part]:
+    """`ends`: the texts of all EOS tokens."""
     content = document.content
     if isinstance(content, str):
+        _refuse_ends("the text", content, ends)
         ids = tokenizer.encode(content)
         ended = not document.whole or ids[-1:] == [eos]
         return [(ids if ended else [*ids, eos], True, content)]
     if isinstance(content, tuple):
         prompt, completion = content
+        _refuse_ends("the completion", completion, ends)
         answer = [*tokenizer.encode(completion, add_special_tokens=False), eos]
         return [(tokenizer.encode(prompt), False, prompt), (answer, True, completion)]
-    return _encode_chat(content, tokenizer, eos_ids)
+    return _encode_chat(content, tokenizer, ends)
 
 
-def _encode_chat(messages: Any, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> list[_Part]:
+def _encode_chat(messages: Any, tokenizer: Tokenizer, ends: Sequence[str]) -> list[_Part]:
     """The chat as the model sees it when it answers: each prompt as the template gives it, then what it is to say,
     with the EOS that the template puts behind it."""
     if not isinstance(messages, list) or not messages or not _is_answer(messages[-1]):
         raise ValueError(f"messages must be a list that ends with the assistant's, not {messages!r}"[:200])
-    ends = [text for text in (tokenizer.decode([one], skip_special_tokens=False) for one in eos_ids) if text]
+    for number, message in enumerate(messages):
+        _refuse_ends(f"message {number}", message, ends)
     parts, done = [], ""
     for number, message in enumerate(messages):
         if not _is_answer(message):
@@ -157,6 +167,18 @@ def _encode_chat(messages: Any, tokenizer: Tokenizer, eos_ids: frozenset[int]) -
 
 def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _refuse_ends(name: str, value: Any, ends: Sequence[str]) -> None:
+    """In all strings of it: a template may use any field of a message."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (dict, list)):
+            waiting += one.values() if isinstance(one, dict) else one
+        found = [end for end in ends if isinstance(one, str) and end in one]
+        if found:
+            raise ValueError(f"{name} holds {found[0]!r}, which would be an EOS token there, not text")
 
 
 def _refuse_first() -> str:

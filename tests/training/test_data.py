@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.training import data
@@ -39,6 +41,7 @@ PACKS = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(PACKS)
 def test_every_pair_of_tokens_is_there_once_an_epoch(pack):
     lengths, rows, length, seed = pack
@@ -64,6 +67,7 @@ def test_every_pair_of_tokens_is_there_once_an_epoch(pack):
     assert set(found) == all_pairs
 
 
+@settings(deadline=None)
 @given(PACKS, st.integers(0, 20))
 def test_the_order_is_the_same_from_anywhere(pack, steps):
     lengths, rows, length, seed = pack
@@ -75,6 +79,7 @@ def test_the_order_is_the_same_from_anywhere(pack, steps):
         np.testing.assert_array_equal(mine, other)
 
 
+@settings(deadline=None)
 @given(PACKS)
 def test_once_is_every_pair_once(pack):
     lengths, rows, length, seed = pack
@@ -92,14 +97,28 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_what_does_not_count_is_there_and_weighs_nothing():
-    """A prompt of 3 and a completion of 2 tokens; a second document of which a whole piece is prompt."""
-    made = corpus([5, 8], counts=[0, 0, 0, 1, 1, *[0] * 6, 1, 1])
-    packer = Packer(made, 2, 4)
-    assert packer.starts.tolist() == [0, 9]  # tokens 5 to 8 predict nothing that counts
+    """Prompts of 3 and 2 tokens, completions of 2 and 1."""
+    packer = Packer(corpus([5, 3], counts=[0, 0, 0, 1, 1, 0, 0, 1]), 2, 4)
     (batch,) = packer.once()
-    assert batch.tokens[0].tolist() == [0, 1, 2, 3]
-    assert batch.weights.tolist() == [[0, 0, 1, 1], [0, 1, 1, 0]]
-    assert pairs(batch) == [(2, 3), (3, 4), (10, 11), (11, 12)]
+    assert batch.tokens.tolist() == [[0, 1, 2, 3], [5, 6, 0, 0]]
+    assert batch.weights.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0]]
+    assert pairs(batch) == [(2, 3), (3, 4), (6, 7)]
+    assert packer.shortened == 0
+
+
+def test_an_answer_is_learnt_from_all_that_is_before_it():
+    """Five documents longer than a piece: a text, a long prompt, a long completion, a chat, and one just too long."""
+    masks = [0, *[1] * 9], [*[0] * 96, 1, 1], [0, 0, *[1] * 9], [*[0] * 2, *[1] * 2, *[0] * 5, 1], [*[0] * 4, 1, 1]
+    packer = Packer(corpus([len(mask) for mask in masks], list(itertools.chain(*masks))), 1, 4)
+    begins = packer.corpus.starts.tolist()
+    assert packer.starts.tolist() == [0, 4, 8, begins[2], begins[3], begins[4]]
+    assert packer.where(range(1, 4)) == ["document 0", "document 2"]
+    assert packer.shortened == 4
+    learnt = [pairs(batch) for batch in packer.once()]
+    assert [len(one) for one in learnt] == [4, 4, 1, 3, 2, 1]
+    with pytest.raises(ValueError, match="prompts of over 4"):
+        Packer(corpus([98], masks[1]), 1, 4)
+    assert Packer(corpus([98], masks[1]), 1, 97).shortened == 0
 
 
 def test_pieces_know_their_documents():
@@ -125,19 +144,37 @@ def test_files_of_a_folder_in_order(tmp_path):
     assert read_documents(tmp_path / "b.txt") == [Document(f"{tmp_path}/b.txt", "two")]
 
 
-@given(st.lists(st.text("ab é\n", max_size=12), max_size=30))
+def test_a_text_is_its_file_without_a_mark(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}\r\n')
+    found = read_documents(tmp_path)
+    assert [one.content for one in found] == ["one\r\ntwo\rthree\n", "one", "two"]
+    assert found[-1].where.endswith("b.jsonl line 3")
+
+
+@settings(deadline=None)
+@given(st.lists(st.text("ab é\r\n", max_size=12) | st.text("a", min_size=12, max_size=50), max_size=30))
 def test_a_long_text_is_cut_and_nothing_is_lost(tmp_path_factory, lines):
     file, text = tmp_path_factory.getbasetemp() / "long.txt", "".join(lines) + "end"
     file.write_text(text, newline="")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "PART", 16)
         found = read_documents(file)
-    assert "".join(one.content for one in found) == text.replace("\r\n", "\n")
+    assert "".join(one.content for one in found) == text
     assert all(0 < len(one.content) <= 16 for one in found)
     assert [one.whole for one in found] == [False] * (len(found) - 1) + [True]
     for one, after in itertools.pairwise(found):  # at the end of a line, or within one that is too long
         first = after.content.splitlines(keepends=True)[0]
-        assert one.content.endswith("\n") or len(one.content) == 16 or len(one.content) + len(first) > 16
+        assert one.content.endswith(("\n", "\r")) or len(one.content) == 16 or len(one.content) + len(first) > 16
+
+
+def test_a_text_without_lines_takes_linear_time(tmp_path):
+    (tmp_path / "line.txt").write_text("a b " * 8_000_000)
+    began = time.process_time()
+    found = read_documents(tmp_path / "line.txt")
+    assert time.process_time() - began < 1
+    assert len(found) == math.ceil(32_000_000 / data.PART)
+    assert sum(len(one.content) for one in found) == 32_000_000
 
 
 BAD = {
@@ -148,6 +185,12 @@ BAD = {
     '{"prompt": "a"}': "{text} or {prompt, completion} or {messages}",
     '{"text": "a", "weight": 2}': "weight",
     "[" * 100_000: "line 2: not JSON",
+    '{"messages": "hello"}': "line 2: messages must be a list, not 'hello'",
+    '{"messages": null}': "line 2: messages must be a list",
+    '{"text": "a\\ud800"}': "line 2: has a lone surrogate: '\\ud800'",
+    '{"prompt": "a", "completion": "\\udc00"}': "line 2: has a lone surrogate",
+    '{"text": "a", "text": "b"}': "line 2: the key 'text' is given more than once",
+    '{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}': "line 2: the key 'role' is given",
 }
 
 

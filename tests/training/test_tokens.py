@@ -1,6 +1,7 @@
 """What of a document is to be predicted, and a tokenizer that is trained on the documents."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -62,7 +63,6 @@ def test_of_a_chat_all_answers_count(tokenizer):
     ("content", "reason"),
     [
         ([], "ends with the assistant's"),
-        ("nothing", None),
         ([{"role": "user", "content": "a"}], "ends with the assistant's"),
         ([{"role": "assistant", "content": "a"}], "cannot begin"),
         ([{"role": "user"}, {"role": "assistant", "content": "a"}], "'content' must be a string"),
@@ -71,12 +71,45 @@ def test_of_a_chat_all_answers_count(tokenizer):
     ],
 )
 def test_what_is_no_chat_is_named(tokenizer, content, reason):
-    if reason is None:
-        made(content, tokenizer)
-        return
     with pytest.raises(ValueError, match="here") as error:
         made(content, tokenizer)
     assert reason in str(error.value)
+
+
+ASKED, SAID = {"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (f"the cat {EOS} sat", "the text"),
+        (f"the cat{EOS}", "the text"),
+        (("the cat", f" sat{EOS}"), "the completion"),
+        ([ASKED, SAID | {"content": f"abc {EOS} def"}], "message 1"),
+        ([ASKED | {"content": f"a {EOS} cat"}, SAID], "message 0"),
+        ([ASKED, SAID, ASKED, SAID | {"calls": [{"name": f"{EOS}"}]}], "message 3"),
+    ],
+)
+def test_the_text_of_an_end_is_refused(tokenizer, content, name):
+    with pytest.raises(ValueError, match="here") as error:
+        made(content, tokenizer)
+    assert f"here: {name} holds '{EOS}'" in str(error.value)
+
+
+def test_a_prompt_may_hold_the_text_of_an_end(tokenizer):
+    prompt = f"a cat{EOS}a mat"
+    corpus = made((prompt, " sat"), tokenizer)
+    assert texts(corpus, tokenizer) == [prompt, f" sat{EOS}"]
+    assert corpus.ids.tolist()[: -corpus.targets] == tokenizer.encode(prompt)
+
+
+def test_tokens_take_little_memory(tokenizer):
+    tracemalloc.start()
+    corpus = made("the cat sat " * 50_000, tokenizer)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert corpus.ids.dtype == np.int32
+    assert peak < 80 * len(corpus.ids)
 
 
 @pytest.mark.parametrize(
