@@ -14,6 +14,25 @@ from model.rope import Rope, Rotation, rotation
 from pallas_kernels.attention import LayerCache
 
 
+@jax.custom_vjp
+def rows_of(table: Float[Array, "V D"], tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+    """`table[tokens]`. The gradient of a row, of as many parts as its token is there, is summed in float32."""
+    return table[tokens]
+
+
+def _rows_forward(table, tokens):
+    return table[tokens], (table, tokens)
+
+
+def _rows_backward(kept, gradient):
+    table, tokens = kept
+    total = jnp.zeros_like(table, dtype=jnp.float32).at[tokens].add(gradient.astype(jnp.float32))
+    return total.astype(table.dtype), None
+
+
+rows_of.defvjp(_rows_forward, _rows_backward)
+
+
 class Embedding(nnx.Module):
     def __init__(self, rows: int, width: int, *, dtype, rngs: nnx.Rngs) -> None:
         self.weight = nnx.Param(init_normal(rngs, (rows, width), dtype))
@@ -73,7 +92,7 @@ class Transformer(nnx.Module):
         computes a layer again where its gradient is taken, instead of keeping what is inside it.
         """
         with jax.named_scope("embed"):
-            x = self.embed.weight[...][tokens]
+            x = rows_of(self.embed.weight[...], tokens)
             if self.config.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         rotations, layer_caches = self.rotations(positions), []

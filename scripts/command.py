@@ -20,8 +20,13 @@ class Refused(Exception):
     """Nothing can be run, and why."""
 
 
-def exit_status(run: Callable[[Report], int], console: Console) -> int:
-    """What `run` returns; 2 and one line if something cannot be run or written; 130 after Ctrl-C."""
+def exit_status(
+    run: Callable[[Report], int], console: Console, *, smaller: str = "fewer --slots or a smaller --max-len"
+) -> int:
+    """What `run` returns; 2 and one line if something cannot be run or written; 130 after Ctrl-C.
+
+    `smaller`: what to ask for where memory was not enough.
+    """
 
     def report(text: str) -> None:
         console.print(text, markup=False)
@@ -38,7 +43,7 @@ def exit_status(run: Callable[[Report], int], console: Console) -> int:
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        reason = f"not enough memory; fewer --slots or a smaller --max-len take less. {error}"
+        reason = f"not enough memory; {smaller} would take less. {error}"
     report("error: " + " ".join(reason.split()))
     _settle_stdout()
     return 2

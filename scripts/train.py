@@ -58,8 +58,9 @@ from scripts.training.setup import (
     stored_run,
 )
 from scripts.training.step import Trainer
-from scripts.training.tokens import tokenise
+from scripts.training.tokens import Corpus, tokenise
 
+SMALLER = "fewer --rows, a smaller --length or --remat"
 STATUS = {"done": 0, "stopped": 130, "not finite": 1}
 
 
@@ -81,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if argv[:1] == ["export"]:
         asked = tyro.cli(Export, prog="python -m scripts.train export", args=argv[1:])
-        return exit_status(lambda report: _refusing(lambda: export_step(asked, report)), console)
+        return exit_status(lambda report: _refusing(lambda: export_step(asked, report)), console, smaller=SMALLER)
     options = tyro.cli(Options, prog="python -m scripts.train", description=__doc__, args=argv)
-    return exit_status(lambda report: _refusing(lambda: train(options, console, report)), console)
+    return exit_status(lambda report: _refusing(lambda: train(options, console, report)), console, smaller=SMALLER)
 
 
 def _refusing(run: Callable[[], int]) -> int:
@@ -93,22 +94,26 @@ def _refusing(run: Callable[[], int]) -> int:
         raise Refused(str(error)) from error
 
 
+def read(options: Options, console: Console, *, new: bool) -> tuple[Base, Corpus, Corpus]:
+    """What is started from, what is learnt, and what is held out. Raises Refused, ValueError or OSError."""
+    documents, kept = held_out(read_documents(options.data), options.held_out)
+    base = make_base(options, documents, new=new)
+    check_shape(options, base)
+    about = (base.tokenizer, base.eos_ids, base.config.vocab_size, console)
+    return base, tokenise(documents, *about), tokenise(kept, *about)
+
+
 def train(options: Options, console: Console, report: Report) -> int:
     """The exit status. Raises Refused, ValueError or OSError for what cannot be run or written."""
     check_targets({}, {"--json": options.json})
+    if options.data.is_dir() and options.out.resolve().is_relative_to(options.data.resolve()):
+        raise Refused(f"--out {options.out} lies in --data {options.data}: the run's files would be data for --resume")
     use_persistent_cache()
     start, out = time.monotonic(), options.out
     with ExitStack() as stack:
         stack.enter_context(claimed(out, options.resume))
-        documents, kept = held_out(read_documents(options.data), options.held_out)
         new = not (out / RUN).exists()
-        base = make_base(options, documents, new=new)
-        check_shape(options, base)
-        corpora = [
-            tokenise(those, base.tokenizer, base.eos_ids, base.config.vocab_size, console)
-            for those in (documents, kept)
-        ]
-        trained, evaluated = corpora
+        base, trained, evaluated = read(options, console, new=new)
         packer = Packer(trained, options.start.rows, options.start.length, options.seed)
         trainer, intervals = make_trainer(options, base), intervals_of(options)
         sample = sampling(options, trainer, base, evaluated)
@@ -116,20 +121,24 @@ def train(options: Options, console: Console, report: Report) -> int:
         check_same(out, description["arithmetic"])
         if new:
             write_atomically(out / RUN, json.dumps(description, indent=2))
+        evaluation, scored = evaluation_of(options, evaluated, base.tokenizer)
+        if options.evaluate_every and evaluation is None:
+            report("nothing that counts is held out: there is nothing to evaluate")
         counted = None
-        if evaluated.targets and not options.no_baselines:
-            counted = baselines(trained, evaluated, base.config.vocab_size)._asdict()
+        if scored.targets and not options.no_baselines:
+            counted = baselines(trained, scored, base.config.vocab_size)._asdict()
         checkpoints = stack.enter_context(Checkpoints(out / CHECKPOINTS, options.keep))
         state, position = beginning(trainer, checkpoints, report)
         log = stack.enter_context(Log(out / LOG, int(state.step)))
-        report(
-            f"{_count(state.params):.2f} M parameters to train; {len(trained.ids)} tokens in {len(documents)} parts, "
-            f"held out: {len(evaluated.ids)} in {len(kept)}"
-        )
+        texts = [f"{len(one.ids)} tokens in {len(one.where)} parts" for one in (trained, evaluated)]
+        report(f"{_count(state.params):.2f} M parameters to train; {texts[0]}, held out: {texts[1]}")
+        if packer.shortened:
+            cut = f"{packer.shortened} prompts or chats are longer than --length {packer.length}"
+            report(f"{cut}: what is past it is left out")
         loop = Loop(
             trainer,
             packer,
-            evaluation_of(options, evaluated),
+            evaluation,
             checkpoints,
             log,
             intervals,
@@ -166,12 +175,15 @@ def export_step(options: Export, report: Report) -> int:
     base = make_base(asked, [], new=False, hf_config=arithmetic["model"])
     if asked.from_ is not None and base.fingerprint() != arithmetic["weights"]:
         raise Refused(f"{asked.from_} has other weights now than those that the run began with")
-    with Checkpoints(options.run / CHECKPOINTS, asked.keep) as checkpoints:
+    trainer = make_trainer(asked, base)
+    like = trainer.init()
+    with Checkpoints(options.run / CHECKPOINTS, read_only=True) as checkpoints:
         step = checkpoints.best if options.step is None else options.step
+        if step is None or not checkpoints.steps:
+            raise Refused(f"{options.run} has no checkpoint yet")
         if step not in checkpoints.steps:
             raise Refused(f"{options.run} has no checkpoint of step {step}; it has {checkpoints.steps}")
-        trainer = make_trainer(asked, base)
-        state, _ = checkpoints.restore(step, trainer.init())
+        state, _ = checkpoints.restore(step, like)
     model = trainer.model(state)
     export(options.out, base.hf_config, model, eos_ids=base.eos_ids, tokenizer_from=base.tokenizer_from)
     report(f"{options.out}: the model of step {step}")

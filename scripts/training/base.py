@@ -1,7 +1,7 @@
 """Where a run starts: a model from nothing or from weights that are there, and the tokenizer that goes with it."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,13 @@ from flax import nnx
 
 from model.checkpoint import load, read_tokenizer, resolve
 from model.config import ModelConfig
+from model.fields import positive_number
 from model.tokenizer import Tokenizer, load_tokenizer
 from model.transformer import Transformer
 from scripts.training.tokens import Document, train_tokenizer
+
+# Fields of a config with which HF adds noise in training.
+NOISE = "attention_dropout embd_pdrop hidden_dropout neftune_noise_alpha resid_pdrop router_jitter_noise".split()
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,10 @@ def new_base(hf_config: dict[str, Any], tokenizer: Tokenizer, tokenizer_from: Pa
     hf_config = {name: value for name, value in hf_config.items() if name not in ("bos_token_id", "pad_token_id")}
     hf_config |= {"eos_token_id": min(tokenizer.eos_ids)}
     model = Transformer(ModelConfig.from_hf(hf_config), rngs=nnx.Rngs(seed))
-    shrink_residuals(model)
+    if (deviation := hf_config.get("initializer_range")) is None:
+        shrink_residuals(model)
+    else:
+        set_deviation(model, positive_number("initializer_range", deviation))
     return Base(hf_config, model, tokenizer, tokenizer_from, tokenizer.eos_ids)
 
 
@@ -73,6 +80,22 @@ def shrink_residuals(model: Transformer) -> None:
                 matrix.weight.set_value(matrix.weight[...] * factor)
 
 
+def set_deviation(model: Transformer, deviation: float) -> None:
+    """Of all matrices of a new model, as HF has it for its `initializer_range`."""
+    for _, parameter in nnx.to_flat_state(nnx.state(model)):
+        if parameter.ndim >= 2:
+            parameter.set_value(parameter[...] * (deviation * parameter.shape[-1] ** 0.5))
+
+
+def check_honoured(hf_config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field of a new model's config that would change its training, and does not here."""
+    for name in NOISE:
+        if hf_config.get(name):
+            raise ValueError(f"config field {name!r} is {hf_config[name]!r}; only 0 is supported in training")
+    if hf_config.get("output_router_logits"):
+        raise ValueError("config field 'output_router_logits' is true; routers have no loss of their own here")
+
+
 def named_tokenizer(name: str) -> tuple[Path, Tokenizer]:
     """Of a model or a folder, and where that is. Raises ValueError or FileNotFoundError."""
     path = resolve(name)
@@ -82,11 +105,11 @@ def named_tokenizer(name: str) -> tuple[Path, Tokenizer]:
     return path, tokenizer
 
 
-def own_tokenizer(folder: Path, documents: Iterable[Document], vocab_size: int, again: bool) -> Tokenizer:
-    """The one in the folder, trained on the documents if it is not there or is to be trained `again`."""
-    if again or not folder.exists():
+def own_tokenizer(folder: Path, documents: Iterable[Document], vocab_size: int, new: bool) -> Tokenizer:
+    """The one in the folder; for a `new` run it is trained on the documents. Raises ValueError where it is missing."""
+    if new:
         train_tokenizer(documents, vocab_size, folder)
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer")
+        raise ValueError(f"{folder} has no tokenizer: that of the run is missing")
     return tokenizer

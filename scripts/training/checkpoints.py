@@ -20,22 +20,24 @@ UNKNOWN = math.inf  # the loss of a step that was not evaluated: never the best
 class Checkpoints:
     """A folder for each step, `folder/STEP`: the last `keep` and the one with the lowest evaluation loss.
 
-    Each is written beside its place and renamed when it is complete. What a killed process left is cleared away here.
-    A process at a time may have it open.
+    Each is written beside its place and renamed when it is complete. What a killed process left is cleared away here,
+    so that one process at a time may have it open; any number may `read_only`, beside that one, and change nothing.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, *, read_only: bool = False) -> None:
         policy = AnyPreservationPolicy([LatestN(keep), BestN(get_metric_fn=_loss, reverse=True, n=1)])
         options = ocp.CheckpointManagerOptions(
             best_fn=_loss,
             best_mode="min",
             preservation_policy=policy,
-            cleanup_tmp_directories=True,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
+            lightweight_initialize=read_only,  # else a step that another process deletes meanwhile is an error
             # Else threads wait for a folder that could not be made, for minutes.
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             save_root_metadata=False,
         )
-        self.folder = folder
+        self.folder, self._saving = folder, 0
         handlers = {"state": ocp.StandardCheckpointHandler(), "position": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
 
@@ -56,15 +58,16 @@ class Checkpoints:
         return min(losses, key=lambda step: (losses[step], -step), default=None)
 
     def loss(self, step: int) -> float:
-        """At its evaluation, `UNKNOWN` if there was none."""
-        return _loss(self._manager.metrics(step))
+        """At its evaluation, `UNKNOWN` if there was none. Raises Refused if it cannot be read."""
+        return self._do(f"step {step} could not be read", lambda: _loss(self._manager.metrics(step)))
 
     def save(self, state: TrainState, position: Position, loss: float = UNKNOWN) -> None:
         """Writes while training goes on, from a copy in host memory; waits for the save before.
 
         Raises Refused if that one or this one cannot be written.
         """
-        step = int(state.step)
+        self.wait()
+        self._saving = step = int(state.step)
         arrays = {name: np.array(leaf) for name, leaf in _named(state).items()}
         saved = ocp.args.Composite(state=ocp.args.StandardSave(arrays), position=ocp.args.JsonSave(position._asdict()))
         self._do(
@@ -73,7 +76,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until what was saved is complete. Raises Refused if it cannot be written."""
-        self._do("the last step could not be saved", self._manager.wait_until_finished)
+        self._do(f"step {self._saving} could not be saved", self._manager.wait_until_finished)
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, Position]:
         """The state as NumPy arrays, in the structure of `like`. Raises Refused for another run's, or a damaged one."""

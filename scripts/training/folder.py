@@ -1,5 +1,6 @@
 """A run's folder: what it is (`run.json`), what happened (`log.jsonl`), its tokenizer, checkpoints and model."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,38 +17,73 @@ from scripts.command import Refused, naming
 
 RUN, LOG, PICTURE = "run.json", "log.jsonl", "curve.png"
 TOKENIZER, CHECKPOINTS, MODEL = "tokenizer", "checkpoints", "model"
+LOCK = ".lock"
 
 
 @contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
     """Before any work: the folder is there, can be written, and is new or that of a run to resume.
 
-    If it was new or empty and the block did not come to a run, it is so again. Raises Refused or OSError.
+    No other process may train in it meanwhile. If it was new or empty and the block did not come to a run, it is so
+    again. Raises Refused or OSError.
     """
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    found = {file.name for file in folder.iterdir()}
     try:
         with naming(str(folder)), tempfile.TemporaryFile(dir=folder):
             pass
-        if found and not resume:
-            raise Refused(f"{folder} is not empty: --resume goes on with the run in it")
-        if found - {TOKENIZER} and RUN not in found:
-            raise Refused(f"{folder} holds no run that could be resumed: there is no {RUN}")
-        yield
+        with _locked(folder):
+            # A process that was killed as it began may have left the two that are taken out.
+            found = {file.name for file in folder.iterdir()} - {LOCK, _beside(folder / RUN).name}
+            try:
+                if found and not resume:
+                    raise Refused(f"{folder} is not empty: --resume goes on with the run in it")
+                if found - {TOKENIZER} and RUN not in found:
+                    raise Refused(f"{folder} holds no run that could be resumed: there is no {RUN}")
+                yield
+            finally:
+                if not (folder / RUN).exists():
+                    (folder / LOCK).unlink(missing_ok=True)
+                    if not found:
+                        _beside(folder / RUN).unlink(missing_ok=True)
+                        shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
     finally:
-        if not found and not (folder / RUN).exists():
-            shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
         if new and not any(folder.iterdir()):
             folder.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises Refused where another process has it. The lock ends with the process, however that ends."""
+    with (folder / LOCK).open("a") as file:
+        try:
+            with naming(str(folder)):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Refused(f"another process trains in {folder}") from error
+        yield
 
 
 def write_atomically(path: Path, text: str) -> None:
     """All of it or, if the process is killed, none."""
     with naming(str(path)):
-        beside = path.with_name(f".{path.name}.new")
+        beside = _beside(path)
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
+
+
+def _beside(path: Path) -> Path:
+    """Where it is written until it is complete."""
+    return path.with_name(f".{path.name}.new")
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the run in a folder, and its arithmetic. Raises ValueError or FileNotFoundError."""
+    run = read_json(folder / RUN)
+    for name in ("options", "arithmetic"):
+        if not isinstance(run.get(name), dict):
+            raise ValueError(f"{folder / RUN}: {name} must be a JSON object, not {_short(run.get(name))}")
+    return run["options"], run["arithmetic"]
 
 
 def check_same(folder: Path, arithmetic: Mapping[str, Any]) -> None:
@@ -58,7 +94,10 @@ def check_same(folder: Path, arithmetic: Mapping[str, Any]) -> None:
     path = folder / RUN
     if not path.exists():
         return
-    now, before = json.loads(json.dumps(arithmetic)), read_json(path).get("arithmetic", {})
+    options, before = read_run(folder)
+    # Older runs have it among their options alone.
+    before = {"evaluate_batches": options.get("evaluate_batches")} | before
+    now = json.loads(json.dumps(arithmetic))
     changed = [name for name in sorted(now.keys() | before.keys()) if now.get(name) != before.get(name)]
     if changed:
         shown = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(now.get(name))}" for name in changed)
@@ -101,6 +140,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path} line {number}: not JSON: {error}") from error
+        if not isinstance(found[-1], dict) or type(found[-1].get("step")) is not int:
+            raise ValueError(f"{path} line {number}: must be an object with a step, not {line[:100]}")
     return found
 
 
@@ -120,7 +161,8 @@ def export(
     save = save_safetensors if hf_config.get("rope_freq_factors") is None else save_orbax
     target = folder.with_name(f".{folder.name}.new") if replace else folder
     if replace:
-        shutil.rmtree(target, ignore_errors=True)
+        for left in (target, *folder.parent.glob(f".{target.name}.*")):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
     save(target, hf_config, model, eos_ids=eos_ids, tokenizer_from=tokenizer_from)
     if replace:
         old = folder.with_name(f".{folder.name}.old")

@@ -16,6 +16,7 @@ from scripts.limits import linear_work
 from scripts.training.checkpoints import UNKNOWN, Checkpoints
 from scripts.training.data import Packed, Packer, Position
 from scripts.training.folder import Log
+from scripts.training.lora import Lora
 from scripts.training.progress import TrainDisplay
 from scripts.training.step import Batch, StepFigures, Trainer, TrainState
 
@@ -26,7 +27,7 @@ class Intervals:
 
     steps: int  # in all
     evaluate: int
-    save: int  # besides a save with every evaluation
+    save: int  # besides a save whenever an evaluation is due
     sample: int
 
     def __post_init__(self) -> None:
@@ -93,11 +94,12 @@ class Loop:
                 self.log.write(line)
                 display.update(line)
                 loss = self._evaluate(step, state)
-                if self.intervals.due("save", step) or loss is not None or step == self.intervals.steps:
-                    self.checkpoints.save(state, position, UNKNOWN if loss is None else loss)
-                    saved = step
+                # Before the save: what is killed in between is done again, samples too.
                 if self.sample is not None and self.intervals.due("sample", step):
                     self._samples(step, state)
+                if any(self.intervals.due(one, step) for one in ("save", "evaluate")) or step == self.intervals.steps:
+                    self.checkpoints.save(state, position, UNKNOWN if loss is None else loss)
+                    saved = step
             if step < self.intervals.steps and step not in (saved, *self.checkpoints.steps):
                 self.checkpoints.save(state, position)
             self.checkpoints.wait()
@@ -114,7 +116,7 @@ class Loop:
     def _step_line(
         self, step: int, position: Position, taken: list[Packed], figures: StepFigures, seconds: float
     ) -> dict[str, Any]:
-        flops = sum(training_flops(self.trainer.config, one.batch) for one in taken)
+        flops = sum(training_flops(self.trainer.config, one.batch, self.trainer.lora) for one in taken)
         computed = sum(int((one.batch.segments < self.packer.length).sum()) for one in taken)
         return {
             "step": step,
@@ -168,17 +170,21 @@ class Loop:
         )
 
 
-def training_flops(config: ModelConfig, batch: Batch) -> float:
-    """Of a step on a batch without its padding: each product forward, and twice as much for its gradients."""
+def training_flops(config: ModelConfig, batch: Batch, lora: Lora | None = None) -> float:
+    """Of a step on a batch without its padding: each product forward, and as much for the gradient of either factor.
+
+    A matrix without an adapter is frozen and has no gradient; adapters themselves are small, and not counted.
+    """
     real = batch.segments < batch.tokens.shape[1]
     rows = float(real.sum())
-    flops = (
-        sum(work.flops for work in linear_work(config, rows, 4).values()) + 2 * rows * config.width * config.vocab_size
-    )
+    work = {name: one.flops for name, one in linear_work(config, rows, 4).items()}
+    products = {"qkv": work["QKV"], "o": work["output"], "gate_up": work["MLP"] * 2 / 3, "down": work["MLP"] / 3}
+    products["head"] = 2.0 * rows * config.width * config.vocab_size
+    flops = sum(one * (3 if lora is None or name in lora.targets else 2) for name, one in products.items())
     for layer in config.layers:
         keys = np.minimum(batch.positions[real] + 1, layer.window or batch.tokens.shape[1]).sum()
-        flops += 4.0 * config.num_heads * config.head_dim * float(keys)
-    return 3 * flops
+        flops += 3 * 4.0 * config.num_heads * config.head_dim * float(keys)
+    return flops
 
 
 @contextmanager

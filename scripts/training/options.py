@@ -45,12 +45,12 @@ class Options:
     rows: int | None = None
     """Rows of a batch."""
     length: int | None = None
-    """Tokens of a row; longer documents are cut."""
+    """Tokens of a row. Longer texts are cut into pieces; of longer prompts and chats what is past it is left out."""
 
     accumulate: int = 1
     """Batches of one update."""
     seed: int = 0
-    """Of new weights, of adapters, and of the order of the data."""
+    """Of new weights, of adapters, and of the order of the data: from 0 to 2**32 - 1."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """In which the model computes; weights and sums stay in float32. If not given: bfloat16, on CPUs float32."""
     remat: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -65,7 +65,7 @@ class Options:
     held_out: float = 0.05
     """Share of the documents that is kept for evaluation."""
     evaluate_every: int = 100
-    """Steps; each evaluation is followed by a checkpoint. 0: never."""
+    """Steps; each evaluation is followed by a checkpoint, which is there too if nothing is held out. 0: never."""
     evaluate_batches: int | None = None
     """Batches of an evaluation; all of what is held out if not given."""
     save_every: int = 0
@@ -97,8 +97,12 @@ class Options:
         for name in ("rows", "length", "evaluate_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed must be from 0 to 2**63 - 1, not {self.seed}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed must be from 0 to 2**32 - 1, not {self.seed}")
+        if self.prompts and not self.sample_every:
+            raise ValueError("--prompts are for samples, which --sample-every 0 leaves out")
+        if self.evaluate_batches is not None and not (self.held_out and self.evaluate_every):
+            raise ValueError("--evaluate-batches needs evaluations: --held-out and --evaluate-every above 0")
         self.recipe()
         self.lora()
 
@@ -143,6 +147,7 @@ class Options:
             "seed": self.seed,
             "dtype": self.compute_dtype,
             "remat": self.remat,
+            "evaluate_batches": self.evaluate_batches,  # of which losses are compared for the best
             "lora": None if lora is None else asdict(lora),
             "devices": len(jax.local_devices()),
         }

@@ -15,15 +15,19 @@ PROMPTS, PROMPT_TOKENS, TOKENS = 2, 16, 48
 class Sampler:
     """The programs are compiled for the first model; those after it bring their weights alone.
 
-    The same weights give the same samples. Raises ValueError for a prompt that is too long.
+    The same weights give the same samples. Raises ValueError for a prompt that is too long or has no tokens.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, eos_ids: frozenset[int], room: int):
         """`room`: the most tokens, of a prompt and of what follows it."""
+        if room < 2:
+            raise ValueError(f"samples need a --length of at least 2, not {room}: or --sample-every 0")
         self._tokenizer, self._eos_ids, self._room = tokenizer, eos_ids, room
         params = SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=min(TOKENS, room // 2))
         self._requests = [Request(prompt_ids=list(ids), params=params) for ids in prompts]
         for ids in prompts:
+            if not ids:
+                raise ValueError("a prompt of samples has no tokens")
             if len(ids) + (params.max_tokens or 0) > room:
                 raise ValueError(f"a prompt of samples has {len(ids)} tokens; {room - (params.max_tokens or 0)} fit")
         self._engine: Engine | None = None

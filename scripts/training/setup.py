@@ -1,20 +1,22 @@
 """From options to what the loop works with: model, trainer, intervals, samples; and whether that can be run at all."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from batching.config import DTYPES
 from model.files import read_json
+from model.tokenizer import Tokenizer
 from scripts.command import Refused, Report
 from scripts.limits import matrix_rate
-from scripts.training.base import Base, loaded_base, named_tokenizer, new_base, own_tokenizer
+from scripts.training.base import Base, check_honoured, loaded_base, named_tokenizer, new_base, own_tokenizer
 from scripts.training.checkpoints import Checkpoints
 from scripts.training.data import Packer, Position
-from scripts.training.folder import RUN, TOKENIZER
+from scripts.training.folder import RUN, TOKENIZER, read_run
 from scripts.training.loop import Evaluation, Intervals
 from scripts.training.options import Options
 from scripts.training.samples import Sampler, prompts_of
@@ -25,13 +27,15 @@ from scripts.training.tokens import Corpus, Document
 def make_base(
     options: Options, documents: Sequence[Document], *, new: bool, hf_config: Mapping[str, Any] | None = None
 ) -> Base:
-    """`documents`: to train a tokenizer on, where there is none. In a `new` folder one that is there was left behind.
+    """`documents`: to train a tokenizer on, for a `new` run whose options name none.
 
     `hf_config` is that of the run, in place of what the options name. Raises ValueError or FileNotFoundError.
     """
     if options.from_ is not None:
         return loaded_base(options.from_, options.tokenizer)
     config = dict(hf_config or options.start.hf_config or read_json(options.config or Path()))
+    if new:
+        check_honoured(config)
     if options.tokenizer is not None:
         path, tokenizer = named_tokenizer(options.tokenizer)
         if options.preset is not None:
@@ -41,7 +45,7 @@ def make_base(
         vocab_size = config.get("vocab_size")
         if type(vocab_size) is not int:
             raise ValueError(f"{options.config}: vocab_size must be a whole number, not {vocab_size!r}")
-        tokenizer = own_tokenizer(path, documents, vocab_size, again=new)
+        tokenizer = own_tokenizer(path, documents, vocab_size, new)
     return new_base(config, tokenizer, path, options.seed)
 
 
@@ -77,15 +81,15 @@ def run_description(options: Options, base: Base, trained: Corpus, evaluated: Co
 
 def stored_run(folder: Path) -> tuple[Options, dict[str, Any]]:
     """The options of the run in a folder, and its arithmetic. Raises ValueError or FileNotFoundError."""
-    run = read_json(folder / RUN)
+    options, arithmetic = read_run(folder)
     try:
-        asked: dict[str, Any] = {one.name: run["options"][one.name] for one in fields(Options)}
+        asked: dict[str, Any] = {one.name: options[one.name] for one in fields(Options)}
         for name in ("data", "config"):
             asked[name] = None if asked[name] is None else Path(asked[name])
-        for name in ("prompts", "lora_targets"):
-            asked[name] = None if asked[name] is None else tuple(asked[name])
-        asked["out"] = folder
-        return Options(**asked), run["arithmetic"]
+        asked["lora_targets"] = None if asked["lora_targets"] is None else tuple(asked["lora_targets"])
+        # The latter two matter to training alone; older runs may have them where they do nothing.
+        asked |= {"out": folder, "prompts": (), "evaluate_batches": None}
+        return Options(**asked), arithmetic
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / RUN}: not as scripts.train writes it: {error!r}") from error
 
@@ -106,18 +110,33 @@ def intervals_of(options: Options) -> Intervals:
     return Intervals(steps, options.evaluate_every, options.save_every, options.sample_every)
 
 
-def evaluation_of(options: Options, evaluated: Corpus) -> Evaluation | None:
-    """None where nothing is held out. Bytes are counted on all of it, also where only some batches are evaluated."""
-    if not evaluated.targets or not options.evaluate_every:
-        return None
-    batches = Packer(evaluated, options.start.rows, options.start.length).once(options.evaluate_batches)
-    return Evaluation(list(batches), evaluated.text_bytes / evaluated.targets)
+def evaluation_of(options: Options, kept: Corpus, tokenizer: Tokenizer) -> tuple[Evaluation | None, Corpus]:
+    """Of what is held out; and that as a corpus in which what is evaluated counts, and nothing else.
+
+    None where no evaluation is asked for, or nothing of it counts.
+    """
+    if not options.evaluate_every:
+        return None, kept
+    try:
+        packer = Packer(kept, options.start.rows, options.start.length)
+    except ValueError:
+        return None, replace(kept, counts=np.zeros_like(kept.counts), text_bytes=0)
+    batches = list(packer.once(options.evaluate_batches))
+    counts, left = np.zeros_like(kept.counts), sum(int(batch.weights.sum()) for batch in batches)
+    for start, size in zip(packer.starts.tolist(), packer.sizes.tolist(), strict=True):  # in the order of the batches
+        if left:
+            piece = slice(start + 1, start + 1 + size)
+            counts[piece] = kept.counts[piece]
+            left -= int(counts[piece].sum())
+    of_all, of_these = (len(tokenizer.decode(kept.ids[one].tolist()).encode()) for one in (kept.counts, counts))
+    part = replace(kept, counts=counts, text_bytes=max(1, round(kept.text_bytes * of_these / max(1, of_all))))
+    return Evaluation(batches, part.text_bytes / part.targets), part
 
 
 def sampling(
     options: Options, trainer: Trainer, base: Base, evaluated: Corpus
 ) -> Callable[[TrainState], list[dict[str, Any]]] | None:
-    """Raises ValueError for a prompt that is too long."""
+    """Raises ValueError for a prompt that is too long or has no tokens."""
     if not options.sample_every:
         return None
     room = options.start.length

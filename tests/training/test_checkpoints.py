@@ -101,6 +101,24 @@ def test_a_save_that_fails_is_told(tmp_path, state):
     gc.collect()
 
 
+def test_a_save_that_fails_in_the_background_is_told_by_its_step(tmp_path, state, monkeypatch):
+    """When it is waited for, also if that is for the save of another step."""
+
+    def fail():
+        raise OSError("no space")
+
+    with Checkpoints(tmp_path) as saved:
+        saved.save(numbered(state, 3), Position())
+        with monkeypatch.context() as patch:
+            patch.setattr(saved._manager, "wait_until_finished", fail)
+            with pytest.raises(Refused, match="step 3 could not be saved: no space"):
+                saved.wait()
+            with pytest.raises(Refused, match="step 3 could not be saved: no space"):
+                saved.save(numbered(state, 5), Position())
+        saved.wait()
+        assert saved.steps == [3]
+
+
 STEPS = 30
 EVERY_STEP = [*QUIET, "--save-every", "1", "--keep", "3", "--steps", STEPS]
 

@@ -14,8 +14,10 @@ from rich.console import Console
 
 from model.checkpoint import load
 from scripts.train import main
+from scripts.training.checkpoints import Checkpoints
 from scripts.training.data import Packer, held_out, read_documents
 from scripts.training.loop import Intervals, stop_asked, training_flops
+from scripts.training.lora import TARGETS, Lora
 from scripts.training.progress import TrainDisplay
 from scripts.training.samples import Sampler, prompts_of
 from scripts.training.tokens import tokenise
@@ -161,6 +163,34 @@ def test_prompts_are_what_does_not_count():
     assert prompts_of(made, 32) == [list(range(16)), [40, 41, 42]]
 
 
+def test_samples_are_saved_with_their_step(inputs, tmp_path, monkeypatch):
+    """They are in the log before the checkpoint is begun: a kill in between loses both, and both are made up."""
+    save, found = Checkpoints.save, []
+
+    def look(self, state, *more):
+        found.append((int(state.step), [line["step"] for line in log(tmp_path / "out") if "samples" in line]))
+        save(self, state, *more)
+
+    monkeypatch.setattr(Checkpoints, "save", look)
+    assert run(inputs, tmp_path / "out", "--evaluate-every", "10", "--sample-every", "10", "--no-baselines") == 0
+    assert found == [(10, [10]), (20, [10, 20])]
+
+
+@pytest.mark.parametrize("share", ["0", "0.05"])
+def test_checkpoints_without_evaluations(inputs, tmp_path, capfd, share):
+    """Nothing is held out, or a line whose prompt fills a row: said once, and saved when it would be evaluated."""
+    lines = [{"text": "the cat sat on a mat"} for _ in range(20)]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (kept,) = held_out(read_documents(path), 0.05)[1]
+    lines[int(kept.where.split()[-1]) - 1] = {"prompt": "the cat " * 40, "completion": "sat"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--data", path, "--tokenizer", inputs / "tokenizer", "--held-out", share, "--keep", "9"]
+    assert run(inputs, tmp_path / "out", *words, "--evaluate-every", "5", "--sample-every", "0") == 0
+    assert saved_steps(tmp_path / "out") == [5, 10, 15, 20]
+    assert capfd.readouterr().err.count("there is nothing to evaluate") == 1
+
+
 def test_nan_stops_the_run(inputs, tmp_path, capfd):
     """A learning rate that no weights survive: said with step, place and documents; nothing is saved of it."""
     out = tmp_path / "out"
@@ -212,6 +242,17 @@ def test_operations_of_a_step_by_hand():
     keys = 8 * sum(range(1, 17)) * 4 * config.num_heads * config.head_dim * len(config.layers)
     assert training_flops(config, batch) == 3 * (2 * 128 * sum(matrices) + keys)
     assert training_flops(config, batch._replace(segments=np.full((8, 16), 16, np.int32))) == 0
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ("qkv",), ("gate_up",), ("o", "down")])
+def test_what_is_frozen_has_no_gradient_to_be_counted(targets):
+    """By the weights' names: a product less where there is no adapter; the head, here the embedding, has none."""
+    model, lora = model_of(), Lora(2, 4.0, targets)
+    (batch,) = Packer(corpus([17] * 8), 8, 16).once()
+    config = model.config
+    full, matrices = training_flops(config, batch), dict(nnx.to_flat_state(nnx.state(model)))
+    frozen = [one.size for path, one in matrices.items() if one.ndim == 2 and path[-2] not in targets]
+    assert training_flops(config, batch, lora) == pytest.approx(full - 2 * 128 * sum(frozen))
 
 
 def test_a_run_in_bfloat16_keeps_float32(inputs, tmp_path):

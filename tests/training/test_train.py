@@ -109,20 +109,18 @@ def test_a_run_is_served_and_gone_on_with_by_its_folder(inputs, trained, tmp_pat
     engine = Engine.from_pretrained(trained, EngineConfig(slots=2, max_len=32, chunk_sizes=(32,), prefix_reuse=False))
     (output,) = engine.generate(["the cat sat"], SamplingParams(temperature=0, max_tokens=8))
     assert output.finish_reason in ("length", "stop")
-    words = [
-        "--from",
-        trained,
-        "--data",
-        inputs / "pairs.jsonl",
-        "--out",
-        tmp_path / "tuned",
-        "--rows",
-        4,
-        "--length",
-        32,
-    ]
+    words = ["--from", trained, "--data", inputs / "pairs.jsonl", "--out", tmp_path / "tuned", "--rows", 4]
+    words += ["--length", 32]
     assert train.main([str(word) for word in [*words, *QUIET, "--steps", 2]]) == 0
     assert load(tmp_path / "tuned").tokenizer.encode("a cat") == load(trained).tokenizer.encode("a cat")
+
+
+def test_prompts_that_are_too_long_are_told_of(inputs, tmp_path, capfd):
+    pairs = [{"prompt": "the cat sat " * 40, "completion": "yes"}] * 2 + REVERSED[:9]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = ["--data", tmp_path / "pairs.jsonl", "--steps", "1", "--held-out", "0"]
+    assert tune(inputs, tmp_path / "out", *words) == 0
+    assert "2 prompts or chats are longer than --length" in " ".join(capfd.readouterr().err.split())
 
 
 def test_any_step_can_be_exported(trained, tmp_path, capfd):
