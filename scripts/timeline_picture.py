@@ -206,7 +206,7 @@ def draw(timelines: Sequence[Timeline], path: str) -> None:
         _draw_steps(queue, timeline, [one.waiting for one in timeline.turns], QUEUE)
         # On a scale of logarithms a turn that is half padding looks the same whatever its size.
         rows.set_yscale("log", base=8)
-        rows.set(ylabel="rows (log)", ylim=(0.7, None))
+        rows.set(ylabel="rows\n(log)", ylim=(0.7, None))
         marks = [8**power for power in range(6) if 8**power <= rows.get_ylim()[1]]
         rows.set_yticks(marks, [str(one) for one in marks])
         rows.minorticks_off()
