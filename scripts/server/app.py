@@ -22,17 +22,7 @@ from starlette.types import Receive, Scope, Send
 from batching import AsyncEngine, Engine, Output, QueueFull, Request
 from scripts.server import openapi, tokens
 from scripts.server.answers import Answer
-from scripts.server.connection import (
-    EVENTS,
-    Endpoint,
-    Handler,
-    Memory,
-    Sender,
-    Share,
-    read_body,
-    unless,
-    while_connected,
-)
+from scripts.server.connection import EVENTS, Endpoint, Handler, Memory, Sender, Share, read_body, while_connected
 from scripts.server.errors import ApiError, Gone, closing
 from scripts.server.logprobs import TokenNames
 from scripts.server.prompts import requests_of, tokenised
@@ -72,7 +62,8 @@ class App:
         self.served = Served(model, engine.tokenizer, engine.config.max_len, choices, uses)
         self._names = TokenNames(engine.tokenizer)
         self._bodies, self._answers = Memory("reads", BODIES * self.limits.body_bytes), Memory("sends", UNREAD)
-        self._closing = asyncio.Event()
+        self._reading: set[asyncio.Timeout] = set()  # of bodies that are being sent
+        self.closing = False
         self.watch = Watch(engine, model)  # before the engine's thread
         self._engine, self.engine = engine, AsyncEngine(engine)
         self._document = openapi.document(model)
@@ -91,14 +82,13 @@ class App:
             redirect_slashes=False,
         )
 
-    @property
-    def closing(self) -> bool:
-        return self._closing.is_set()
-
     def stop(self) -> None:
         """Take no new requests, nor those whose bodies are still being sent, and leave the pages."""
-        self._closing.set()
+        self.closing = True
         self.watch.close()
+        for timeout in self._reading:
+            if not timeout.expired():
+                timeout.reschedule(0)
 
     async def close(self) -> None:
         """End what runs: who still waits is told that the server shuts down. May be called again."""
@@ -171,9 +161,20 @@ class App:
         return handle
 
     async def _body(self, scope: Scope, receive: Receive, share: Share) -> bytes:
-        limits = self.limits
-        body = read_body(scope, receive, share, most=limits.body_bytes, within_s=limits.stall_s)
-        return await unless(self._closing.wait(), closing(), body)
+        """Raises ApiError; also when the server begins to close before all of it is there."""
+        within_s = self.limits.stall_s
+        timeout = asyncio.timeout(within_s)
+        try:
+            async with timeout:
+                self._reading.add(timeout)
+                return await read_body(scope, receive, share, self.limits.body_bytes)
+        except TimeoutError:
+            if self.closing:
+                raise closing() from None
+            message = f"the body did not come within {within_s:g} s"
+            raise ApiError(408, message, headers={"Connection": "close"}) from None
+        finally:
+            self._reading.discard(timeout)
 
     async def _whole(self, answer: Answer, requests: list[Request], sender: Sender) -> None:
         with _told(len(requests)):

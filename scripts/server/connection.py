@@ -47,7 +47,7 @@ class Share:
         self.memory.held += count
 
 
-async def read_body(scope: Scope, receive: Receive, share: Share, *, most: int, within_s: float) -> bytes:
+async def read_body(scope: Scope, receive: Receive, share: Share, most: int) -> bytes:
     """The body, which must be JSON by its type. Raises ApiError, and Gone if the client does not send all of it."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -58,45 +58,36 @@ async def read_body(scope: Scope, receive: Receive, share: Share, *, most: int, 
     if length.isdigit() and (len(length) > 18 or int(length) > most):
         raise _too_large(most)
     pieces, size = [], 0
-    try:
-        async with asyncio.timeout(within_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Gone
-                piece = message.get("body", b"")
-                size += len(piece)
-                if size > most:
-                    raise _too_large(most)
-                share.take(len(piece))
-                pieces.append(piece)
-                if not message.get("more_body", False):
-                    return b"".join(pieces)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {within_s:g} s", headers={"Connection": "close"}) from None
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > most:
+            raise _too_large(most)
+        share.take(len(piece))
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
 
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body has more than {most} bytes, the limit of this server")
 
 
-async def unless[T](event: Coroutine[Any, Any, Any], error: Exception, work: Coroutine[Any, Any, T]) -> T:
-    """What some work returns; when something else comes first, the work is cancelled and an error raised."""
-    task, other = asyncio.ensure_future(work), asyncio.ensure_future(event)
-    try:
-        await asyncio.wait((task, other), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise error
-        return task.result()
-    finally:
-        for one in (task, other):
-            one.cancel()
-        await asyncio.gather(task, other, return_exceptions=True)
-
-
 async def while_connected[T](work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """What some work returns; it is cancelled when the client goes away, and Gone raised. The body must be read."""
-    return await unless(_left(receive), Gone(), work)
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        for one in (task, left):
+            one.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:

@@ -70,7 +70,10 @@ def requests_of_many_lengths(temperature=0.0):
 
 @pytest.mark.parametrize(("temperature", "reuse"), [(0.0, False), (0.8, True)])
 @pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize(("slots", "attention"), [(1, None), (3, None), (8, None), (3, "xla"), (8, "xla")])
+@pytest.mark.parametrize(
+    ("slots", "attention"),
+    [(1, None), (3, None), (8, None), pytest.param(3, "xla", marks=pytest.mark.slow), (8, "xla")],
+)
 def test_tokens_do_not_depend_on_the_schedule(tiny, alone, slots, attention, chunk, temperature, reuse):
     """32 requests of lengths 1 to S, shuffled, rows that nobody holds full of NaN: the same tokens as each alone."""
     requests = requests_of_many_lengths(temperature)

@@ -47,7 +47,7 @@ def serve(model, requests, reuse, **how):
 @pytest.mark.parametrize(
     ("name", "slots", "chunk", "attention"),
     [
-        ("llama_tied_gqa4", 1, 16, None),
+        pytest.param("llama_tied_gqa4", 1, 16, None, marks=pytest.mark.slow),
         pytest.param("llama_tied_gqa4", 3, 64, None, marks=pytest.mark.slow),
         ("llama_tied_gqa4", 8, 16, None),
         pytest.param("llama_tied_gqa4", 5, 32, "xla", marks=pytest.mark.slow),

@@ -163,7 +163,7 @@ def test_hundreds_of_connections(folder, count):
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     outputs = engine.generate([Request(prompt_ids=prompt, params=params) for prompt in PROMPTS])
     expected = {tuple(prompt): output.token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)}
-    with Running(engine, limits=Limits(stall_s=8.0)) as server:
+    with Running(engine, limits=Limits(stall_s=4.0 if count < 1000 else 8.0)) as server:
         before = left_over(server)
         storm = Storm(server.port, expected)
         asyncio.run(asyncio.wait_for(storm.run(count, seed=0), 3 * LIMIT))
