@@ -60,7 +60,6 @@ class GrammarCompiler:
         self._texts = texts = (self._tokens.of + [b""] * vocab_size)[:vocab_size]
         for token in eos_ids:
             texts[token] = b""
-        self._shortest_first = np.array(sorted(range(vocab_size), key=lambda token: len(texts[token])))
         self.without_text = frozenset(token for token, text in enumerate(texts) if not text)
         # The library's own end is one past the vocabulary: its bit in a mask says that the text may end.
         self._tokenizer = LLTokenizer(_Vocabulary(self._tokens, [*texts, b""], end=vocab_size))  # pyright: ignore
@@ -119,6 +118,11 @@ class GrammarCompiler:
         if (limit := self._limit_at_the_start(state)) is not None:
             raise ValueError(f"{name} is past the library's limits: {limit}")
         return state
+
+    @functools.cached_property
+    def _shortest_first(self) -> np.ndarray:
+        """The ids of all tokens, made when the first grammar is compiled."""
+        return np.array(sorted(range(self.vocab_size), key=lambda token: len(self._texts[token])))
 
     def _limit_at_the_start(self, state: LLMatcher) -> str | None:
         """The limit of the library that no text gets past, since already its first byte breaks it; None if one does.

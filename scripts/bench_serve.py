@@ -35,7 +35,7 @@ from scripts.bench_runs import as_served, engine_failures, read, wanted_tokens
 from scripts.bench_server import Answer, Client, ServerRun, ask, connected
 from scripts.command import Refused, Report, check_targets, exit_status, write_json
 from scripts.figures import system_figures
-from scripts.http_client import Failed, Server
+from scripts.http_client import KEY, Failed, Server
 from scripts.jobs import warm_up
 from scripts.metrics import summary
 from scripts.startup import make_engine
@@ -151,7 +151,7 @@ def serving(options: Options) -> Iterator[str]:
     command = [sys.executable, "-m", "scripts.serve", *model, *options.engine.arguments]
     said: deque[str] = deque(maxlen=20)
     environment = dict(os.environ)
-    environment.pop("CAROUSEL_API_KEY", None)  # it is asked without one
+    environment.pop(KEY, None)  # it is asked without one
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         rest = threading.Thread(target=said.extend, args=(process.stderr,))

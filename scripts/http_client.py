@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 Kind = Literal["error", "early end", "timeout", "no usage"]
 OK = 200
 PORTS = {"http": 80, "https": 443}
+KEY = "CAROUSEL_API_KEY"  # in the environment: what clients of our own server must know
 
 
 class Failed(Exception):
@@ -23,6 +24,11 @@ class Failed(Exception):
         super().__init__(reason)
         self.kind: Kind = kind
         self.status = status
+
+
+def sendable(key: str) -> bool:
+    """Whether every client sends an API key alike: printable ASCII without spaces, and some of it."""
+    return re.fullmatch("[!-~]+", key) is not None
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Server:
         parts = urlsplit(self.url)
         if parts.scheme not in PORTS or not parts.hostname or parts.query or parts.port == 0:
             raise ValueError(f"server must be such as http://localhost:8000, not {self.url!r}")
-        if self.key is not None and not re.fullmatch("[!-~]+", self.key):
+        if self.key is not None and not sendable(self.key):
             raise ValueError("the API key must be printable ASCII without spaces, not empty")
 
     def request(self, method: str, path: str, body: Any = None) -> bytes:

@@ -18,7 +18,6 @@ import gc
 import ipaddress
 import logging
 import os
-import re
 import resource
 import signal
 import sys
@@ -30,6 +29,7 @@ from rich.console import Console
 
 from batching import EngineConfig
 from scripts.command import Refused, Report, exit_status
+from scripts.http_client import KEY, sendable
 from scripts.startup import make_engine
 
 try:
@@ -37,8 +37,6 @@ try:
     from scripts.server.lifecycle import HttpServer, address_of, bound, run
 except ModuleNotFoundError as error:  # not everybody wants a server
     sys.exit(f"error: {error}; to serve, install carousel[serve]")
-
-KEY = "CAROUSEL_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Options:
             raise ValueError(f"grace_s must be in 0 .. 1e6, not {self.grace_s}")
         if self.max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, not {self.max_connections}")
-        if self.key is not None and not re.fullmatch("[!-~]+", self.key):  # others cannot be sent, or not alike
+        if self.key is not None and not sendable(self.key):
             raise ValueError(f"the API key, --api-key or {KEY}, must be printable ASCII without spaces, not empty")
 
     @property

@@ -62,11 +62,11 @@ class Answer:
         for output in outputs:
             self.ended(output)
             sample = self._samples[output.id, output.index]
-            told, of_prompt = self._finished(sample, output), self._of_prompt(sample, output)
-            if self.asked.chat:  # there is one prompt
-                body = of_prompt
-            else:
-                told |= of_prompt
+            told = self._finished(sample, output)
+            if not self.asked.chat:
+                told |= self._of_prompt(sample, output)
+            elif output.index == 0:  # there is one prompt
+                body = self._of_prompt(sample, output)
             choices += [{"index": index} | told for index in sample.choices]
         choices.sort(key=lambda choice: choice["index"])
         return encoded(self._head | {"choices": choices, "usage": self.usage()} | body).encode()
@@ -91,14 +91,12 @@ class Answer:
         """Of a completion with echo, the prompt's too."""
         if output.logprobs is None:
             return None
-        if self.asked.chat:
-            return sample.teller.chat(output.logprobs)
-        before: dict[str, list[Any]] = {}
-        if self.asked.echo:
-            before = sample.teller.completion(self._prompt_ids[output.id], output.prompt_logprobs or ())
-            sample.teller.goes_on_at(len(self._echo(output.id)))
-        after = sample.teller.completion([one.token_id for one in output.logprobs], output.logprobs)
-        return {name: before.get(name, []) + values for name, values in after.items()}
+        if not self.asked.echo:
+            return self._told(sample, output.logprobs)
+        before = sample.teller.completion(self._prompt_ids[output.id], output.prompt_logprobs or ())
+        sample.teller.goes_on_at(len(self._echo(output.id)))
+        after = self._told(sample, output.logprobs)
+        return {name: before[name] + values for name, values in after.items()}
 
     # Piece after piece.
 

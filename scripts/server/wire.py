@@ -49,13 +49,10 @@ class Wire(H11Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Instead of the application, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            headers = {
-                "Content-Type": "application/json",
-                "Content-Length": str(len(error.body)),
-                "Connection": "close",
-            }
+            body = error.body
+            headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
             response = h11.Response(status_code=error.status, headers=[*(headers | error.headers).items()])
-            for event in (response, h11.Data(data=error.body), h11.EndOfMessage()):
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
             self.app.watch.refused(error.status)  # pyright: ignore
         self.transport.close()

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from batching import Request, SamplingParams
+from batching import Engine, Request, SamplingParams
 from scripts.server.app import BODIES, Limits
 from tests.batching.fake import alone
 from tests.batching.fake_engine import fake_engine, letters
@@ -155,14 +155,20 @@ def left_over(server: Running) -> dict[str, int]:
     }
 
 
+def sixteen_slots(folder) -> tuple[Engine, dict[tuple[int, ...], list[int]]]:
+    """An engine for crowds, and what it answers to PROMPTS."""
+    engine = engine_of(
+        folder, replace(CONFIG, slots=16, max_queue=2048, checks=False)
+    )  # they would take most of the time
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    outputs = engine.generate([Request(prompt_ids=prompt, params=params) for prompt in PROMPTS])
+    return engine, {tuple(prompt): output.token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)}
+
+
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_hundreds_of_connections(folder, count):
     """On sixteen slots. All that is left of them is what was there before."""
-    config = replace(CONFIG, slots=16, max_queue=2048, checks=False)  # they would take most of the time
-    engine = engine_of(folder, config)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    outputs = engine.generate([Request(prompt_ids=prompt, params=params) for prompt in PROMPTS])
-    expected = {tuple(prompt): output.token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)}
+    engine, expected = sixteen_slots(folder)
     with Running(engine, limits=Limits(stall_s=4.0 if count < 1000 else 8.0)) as server:
         before = left_over(server)
         storm = Storm(server.port, expected)

@@ -7,15 +7,13 @@ import os
 import random
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from batching import Request, SamplingParams
-from tests.server.servers import CONFIG, LIMIT, Running, engine_of
-from tests.server.test_abuse import ENDS, KINDS, PROMPTS, TOKENS, Storm, left_over
+from tests.server.servers import LIMIT, Running
+from tests.server.test_abuse import ENDS, KINDS, PROMPTS, Storm, left_over, sixteen_slots
 
 CLIENTS = 128  # at once
 QUICK = [name for name in KINDS if name not in ("sends_no_end", "sends_nothing")]  # those wait to be cut off
@@ -67,10 +65,7 @@ def soak(folder, seconds: float, spell: float) -> list[dict[str, float]]:
 
     What may be left of clients (slots, tasks, files, connections, ...) is then compared with what was there at first.
     """
-    engine = engine_of(folder, replace(CONFIG, slots=16, max_queue=2048, checks=False))
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    outputs = engine.generate([Request(prompt_ids=prompt, params=params) for prompt in PROMPTS])
-    expected = {tuple(prompt): output.token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)}
+    engine, expected = sixteen_slots(folder)
     rests, draw = [], random.Random(0)
     with Running(engine) as server:
         before, start = left_over(server), time.monotonic()

@@ -18,7 +18,7 @@ from scripts.command import Refused
 from scripts.training.checkpoints import Checkpoints
 from scripts.training.data import Position
 from scripts.training.step import Trainer
-from tests.training.micro import QUIET, assert_same_state, command, run, saved_state, saved_steps, write_inputs
+from tests.training.micro import QUIET, assert_same_state, command, run, saved_state, saved_steps
 from tests.training.packs import RECIPE, assert_same_bits, model_of
 
 ROOT = Path(__file__).parents[2]
@@ -121,11 +121,6 @@ def test_a_save_that_fails_in_the_background_is_told_by_its_step(tmp_path, state
 
 STEPS = 30
 EVERY_STEP = [*QUIET, "--save-every", "1", "--keep", "3", "--steps", STEPS]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def killed(words, out, delay):

@@ -11,14 +11,9 @@ from scripts.command import Refused
 from scripts.training.checkpoints import Checkpoints
 from scripts.training.folder import LOCK, claimed
 from scripts.training.progress import TrainDisplay
-from tests.training.micro import QUIET, run, saved_steps, write_inputs
+from tests.training.micro import QUIET, run, saved_steps
 
 SAVING = [*QUIET, "--save-every", "10"]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

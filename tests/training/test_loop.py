@@ -21,17 +21,12 @@ from scripts.training.lora import TARGETS, Lora
 from scripts.training.progress import TrainDisplay
 from scripts.training.samples import Sampler, prompts_of
 from scripts.training.tokens import tokenise
-from tests.training.micro import QUIET, assert_same_state, command, logits, run, saved_state, saved_steps, write_inputs
+from tests.training.micro import QUIET, assert_same_state, command, logits, run, saved_state, saved_steps
 from tests.training.packs import model_of
 from tests.training.test_data import corpus
 
 OFTEN = ["--evaluate-every", "5", "--sample-every", "10", "--save-every", "1", "--keep", "20", "--accumulate", "2"]
 TIMES = {"seconds", "tokens_per_s", "mfu"}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

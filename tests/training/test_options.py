@@ -23,13 +23,8 @@ from scripts.training.options import Options
 from scripts.training.setup import evaluation_of
 from scripts.training.step import Trainer
 from scripts.training.tokens import tokenise
-from tests.training.micro import CONFIG, QUIET, command, run, write_inputs
+from tests.training.micro import CONFIG, QUIET, command, run
 from tests.training.packs import DATA
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture

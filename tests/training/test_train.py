@@ -21,7 +21,7 @@ from scripts.training.base import named_tokenizer, shrink_residuals
 from scripts.training.folder import export
 from scripts.training.options import Options
 from scripts.training.presets import PRESETS
-from tests.training.micro import QUIET, WORDS, assert_same_state, logits, residuals, run, saved_state, write_inputs
+from tests.training.micro import QUIET, WORDS, assert_same_state, logits, residuals, run, saved_state
 from tests.training.packs import DATA
 
 # A model of `micro`, trained on its text for 60 steps and then, with adapters, on 200 pairs of a word and its letters
@@ -31,10 +31,9 @@ REVERSED = [{"prompt": f"{word} and", "completion": f" {word[::-1]}"} for word i
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in REVERSED))
-    return folder
+def inputs(inputs):
+    (inputs / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in REVERSED))
+    return inputs
 
 
 @pytest.fixture(scope="module")
